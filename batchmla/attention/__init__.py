@@ -1,0 +1,1 @@
+"""One attention flavour, one file: its cache parts, its plan, its module."""

@@ -1,0 +1,1 @@
+"""From prompts of token ids to completions of token ids; knows no text and no files."""

@@ -1,0 +1,1 @@
+"""Bytes and pages of the KV cache; knows no attention."""

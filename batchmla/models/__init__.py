@@ -1,0 +1,1 @@
+"""Wiring and names: one family, one file, no import of another family."""

@@ -1,0 +1,24 @@
+"""Where a rank stands among the others: numbers only, no process groups (those are `parallel.Par`)."""
+
+from dataclasses import dataclass
+
+from batchmla.errors import JobError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """Sizes of the parallel dimensions and this process's place in them."""
+
+    tensor: int = 1
+    expert: int = 1
+    attention_data: int = 1
+    rank: int = 0
+
+    def local(self, count: int, what: str = "heads") -> int:
+        """This rank's share of `count` equal parts; a remainder is refused by name."""
+        if count % self.tensor:
+            raise JobError(
+                f"{count} {what} cannot be split over model.parallel.tensor = {self.tensor}; "
+                f"choose a divisor of {count}"
+            )
+        return count // self.tensor

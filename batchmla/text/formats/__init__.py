@@ -1,0 +1,1 @@
+"""One file per chat format: reasoning markers and tool-call syntax."""

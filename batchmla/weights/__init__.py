@@ -1,0 +1,1 @@
+"""Checkpoints: which tensor goes where, read by slices."""

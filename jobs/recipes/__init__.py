@@ -1,0 +1,1 @@
+"""Ready-made job files; `batchmla init` copies them."""

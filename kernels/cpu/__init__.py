@@ -1,0 +1,1 @@
+"""The CPU path: the ops of the reference, fast."""
