@@ -1,6 +1,7 @@
 """What crosses the borders between the floors: plain data, no torch.
 
-A job turns rows into `Prompt`s, an `Engine` turns prompts into `Completion`s. Token ids are int32 arrays.
+A job turns rows into `Prompt`s, an `Engine` turns prompts into `Completion`s.
+Token ids are int32 arrays.
 """
 
 from collections.abc import Iterator, Sequence
@@ -27,9 +28,9 @@ class FinishReason(StrEnum):
 class Budget:
     """The hard limit on reasoning: after `max_reasoning_tokens` the engine forces `forced_ids`.
 
-    Generated tokens after the opening marker count, whoever wrote the marker; prompt tokens never do.
-    Tokens of `forced_ids` are appended one a step, count towards `max_tokens`, not towards the budget.
-    A complete `end_ids` among the generated tokens ends the reasoning; it is not re-armed afterwards.
+    Generated tokens after the opening marker count, whoever wrote the marker; prompt tokens never
+    do. Tokens of `forced_ids` are appended one a step and count towards `max_tokens`, not towards
+    the budget. A complete `end_ids` among the generated tokens ends the reasoning for good.
     """
 
     max_reasoning_tokens: int
@@ -43,10 +44,10 @@ class Budget:
 class SamplingParams:
     """How one row's tokens are drawn.
 
-    `temperature` 0 is greedy with ties to the lowest id. `top_k` 0 and `top_p` 1.0 switch the filter off.
-    Filters follow the order repetition penalty, temperature, top-k, top-p, min-p.
+    `temperature` 0 is greedy with ties to the lowest id; `top_k` 0 and `top_p` 1.0 switch the
+    filter off. The order is repetition penalty, temperature, top-k, top-p, min-p.
     `stop_ids` (EOS ids included unless ignore_eos) end the row and are not part of the completion;
-    none of them is drawn before `min_tokens` tokens. `max_tokens` None means the rest of the context.
+    none is drawn before `min_tokens` tokens. `max_tokens` None means the rest of the context.
     """
 
     max_tokens: int | None = None
@@ -64,8 +65,8 @@ class SamplingParams:
 class Prompt:
     """One sample of one row, ready for the engine.
 
-    `stream_key` is the 64-bit key of the row's random stream, made from (seed, typed row id, sample);
-    the stream's counter is the position in the completion, so no state is kept between steps.
+    `stream_key` is the 64-bit key of the row's random stream, made from (seed, typed row id,
+    sample); its counter is the position in the completion, so no state is kept between steps.
     `expected_tokens` is the packer's estimate of the completion's length, for admission only.
     """
 
@@ -82,7 +83,7 @@ class Prompt:
 class Completion:
     """What the engine made of one prompt.
 
-    `token_ids` holds every generated token, forced ones included, without the stop id that ended it.
+    `token_ids` holds every generated token, forced ones included, without the final stop id.
     `forced_at` is the position of the first forced token when the budget ended the reasoning.
     On error `token_ids` is empty and `error` is a sentence.
     """
@@ -100,7 +101,7 @@ class Completion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats:
-    """A snapshot for progress lines and summaries. Counts are totals since the start of the engine."""
+    """A snapshot for progress lines and summaries; counts are totals since the engine started."""
 
     running: int = 0
     waiting: int = 0
@@ -119,7 +120,7 @@ class PromptSource(Protocol):
     """Where an engine takes its prompts from, in the order it should admit them."""
 
     def take(self, limit: int, *, wait: bool) -> Sequence[Prompt]:
-        """Up to `limit` prompts. Empty: none is ready now, or, with `wait`, none will come any more."""
+        """Up to `limit` prompts. Empty: none is ready now, or, with `wait`, none will come."""
         ...
 
 
@@ -127,7 +128,7 @@ class Engine(Protocol):
     """The engine as the pipeline sees it; `EngineCore` and the tests' scripted engine are two."""
 
     def generate(self, source: PromptSource) -> Iterator[Completion]:
-        """Every prompt of `source` as one completion, in order of completion. Closing it aborts the rest."""
+        """Every prompt of `source` as one completion, as they end. Closing it aborts the rest."""
         ...
 
     def stats(self) -> EngineStats: ...
@@ -140,7 +141,7 @@ DType = Literal["auto", "bfloat16", "float16", "float32"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineOptions:
-    """What a user asks of the engine; None and "auto" are settled once, by `engine.config.resolve`."""
+    """What a user asks of the engine; `engine.config.resolve` settles every None and "auto"."""
 
     model: str  # folder
     device: Literal["auto", "cuda", "cpu"] = "auto"

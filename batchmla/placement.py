@@ -1,4 +1,4 @@
-"""Where a rank stands among the others: numbers only, no process groups (those are `parallel.Par`)."""
+"""Where a rank stands among the others: numbers only; process groups are `parallel.Par`."""
 
 from dataclasses import dataclass
 

@@ -11,11 +11,11 @@ HostInts = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """One forward pass over T tokens of S sequences; sequence s owns the rows starts[s]:starts[s+1].
+    """One forward pass over T tokens of S sequences; s owns the rows starts[s]:starts[s+1].
 
-    Its tokens stand at the positions context[s] - (starts[s+1] - starts[s]) … context[s] - 1 of the sequence;
-    `context` counts the tokens in the cache once this step's rows are written. Page tables are padded with 0.
-    `host_*` are the same numbers on the host, for planning without a device round trip.
+    Its tokens stand at the positions context[s] - (starts[s+1] - starts[s]) … context[s] - 1 of the
+    sequence; `context` counts the tokens in the cache once this step's rows are written. Page
+    tables are padded with 0. `host_*` are numbers on the host, for planning without a round trip.
     """
 
     tokens_T: torch.Tensor  # int64

@@ -34,7 +34,7 @@ class ModelConfig(Protocol):
     def num_heads(self) -> int: ...
     @property
     def mha_row_width(self) -> int:
-        """Elements of K and V a token and layer would take in plain MHA: heads * (key dim + value dim)."""
+        """Elements of K and V a token and layer would take in MHA: heads * (key + value dim)."""
         ...
 
     @property
