@@ -104,7 +104,7 @@ MODULES = dict(module_files())
 @pytest.mark.parametrize("name", sorted(MODULES))
 def test_module_keeps_to_its_floor(name: str) -> None:
     own = prefix_of(name, FLOORS)
-    allowed = THIRD_PARTY.get(prefix_of(name, THIRD_PARTY) or "", None)
+    allowed = THIRD_PARTY.get(prefix_of(name, THIRD_PARTY) or "")
     for imported in imports(MODULES[name]):
         top = imported.split(".")[0]
         if top == "batchmla":
