@@ -1,0 +1,186 @@
+"""Every key of a job file with its type, bounds and default: the shape of `JobSpec`, no more.
+
+Sampling values that are None come from the model's generation config. `auto` values are settled by
+the engine or the planner. How a file becomes a `JobSpec`, and how faults are worded, is `spec.py`.
+"""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+Auto = Literal["auto"]
+DTypeName = Literal["auto", "bfloat16", "float16", "float32"]
+
+
+def _as_tuple(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+Positive = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=0)]
+Share = Annotated[float, Field(gt=0.0, le=1.0)]
+Texts = Annotated[tuple[str, ...], BeforeValidator(_as_tuple)]
+TokenIdList = Annotated[tuple[Count, ...], BeforeValidator(_as_tuple)]
+
+
+class Section(BaseModel):
+    """Frozen, no unknown keys, no silent conversions."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class ParallelSettings(Section):
+    """Ranks per dimension."""
+
+    tensor: Positive = 1
+    expert: Positive = 1
+    attention_data: Positive = 1
+
+
+class ModelSettings(Section):
+    """Which model, and the memory it may use."""
+
+    path: str
+    revision: str = "main"
+    device: Literal["auto", "cuda", "cpu"] = "auto"
+    dtype: DTypeName = "auto"
+    kv_cache_dtype: Literal["auto", "bfloat16", "float16", "float32", "fp8"] = "auto"
+    load_format: Literal["safetensors", "dummy"] = "safetensors"
+    max_model_len: Positive | Auto = "auto"  # tokens
+    memory_utilization: Share = 0.92
+    parallel: ParallelSettings | Auto = ParallelSettings()
+    speculative: Literal["off", "mtp"] = "off"
+
+
+class InputSettings(Section):
+    """Where the rows are."""
+
+    path: str | Texts
+    format: Literal["auto", "parquet", "jsonl", "csv", "openai_batch", "dataset"] = "auto"
+    id: str | None = None
+    columns: Texts | None = None
+    check: Literal["auto", "full"] = "auto"
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """The path or list of paths as a tuple."""
+        return (self.path,) if isinstance(self.path, str) else self.path
+
+
+class PromptSettings(Section):
+    """How a row becomes a prompt: exactly one of `user`, `messages`, `raw`."""
+
+    system: str | None = None
+    user: str | None = None
+    messages: str | None = None
+    raw: str | None = None
+    tools: str | None = None
+    chat_template: str | None = None
+    too_long: Literal["error", "truncate_left", "truncate_right", "truncate_middle"] = "error"
+
+
+class SamplingSettings(Section):
+    """How tokens are drawn; None is the model's default (`max_tokens`: the rest of the context)."""
+
+    max_tokens: Positive | None = None
+    min_tokens: Count = 0
+    temperature: Annotated[float, Field(ge=0.0)] | None = None
+    top_p: Share | None = None
+    top_k: Count | None = None
+    min_p: Annotated[float, Field(ge=0.0, le=1.0)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0.0)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2.0, le=2.0)] = 0.0
+    presence_penalty: Annotated[float, Field(ge=-2.0, le=2.0)] = 0.0
+    logit_bias: Mapping[int, float] = {}
+    bad_words: Texts = ()
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] = 0
+    n: Positive = 1
+    stop: Texts = ()
+    stop_token_ids: TokenIdList = ()
+    ignore_eos: bool = False
+    logprobs: Count | None = None
+    prompt_logprobs: Count | None = None
+    structured: Mapping[str, Any] | None = None
+
+
+class ReasoningSettings(Section):
+    """What counts as reasoning, and how much of it there may be."""
+
+    parser: str = "auto"
+    start: Annotated[str, Field(min_length=1)] | None = None
+    end: Annotated[str, Field(min_length=1)] | None = None
+    thinking: Literal["auto", "on", "off"] = "auto"
+    budget: Count | None = None  # tokens
+    budget_share: Annotated[float, Field(ge=0.0, le=1.0)] | None = None
+    budget_message: str | None = None
+    loop_guard: Annotated[int, Field(ge=2)] | None = None
+    stop_in_reasoning: bool = False
+
+
+class EngineSettings(Section):
+    """How the engine batches, and in which order rows reach it."""
+
+    max_num_seqs: Positive | Auto = "auto"
+    max_batched_tokens: Positive | Auto = "auto"
+    prefix_caching: bool = True
+    block_size: Positive | Auto = "auto"  # tokens per page
+    order: Literal["auto", "input"] = "auto"
+    window_rows: Positive = 100_000
+    dedupe: bool = True
+    deterministic: bool = False
+
+
+class ReplicaRange(Section):
+    """Fewest and most replicas."""
+
+    min: Positive
+    max: Positive
+
+
+class ExecutorSettings(Section):
+    """Where the engines run."""
+
+    kind: Literal["local", "ray"] = "local"
+    replicas: Positive | ReplicaRange = 1
+    address: str = "auto"
+
+
+class OutputSettings(Section):
+    """Where results go and in which form."""
+
+    path: str
+    format: Literal["parquet", "jsonl", "openai_batch"] = "parquet"
+    rows_per_file: Positive = 10_000
+    compression: Literal["zstd", "snappy", "gzip", "brotli", "lz4", "none"] = "zstd"
+    token_ids: bool = False
+    prefix: str = ""
+
+
+class ErrorSettings(Section):
+    """How many rows may fail: `max` is a count if whole, a share of the rows if a fraction."""
+
+    max: Count | Annotated[float, Field(ge=0.0, lt=1.0)] = 0.01
+    malformed: Literal["fail", "row"] = "fail"
+    stop_after: Positive = 1000
+
+    def allows(self, num_failed: int, num_rows: int) -> bool:
+        """Whether `num_failed` of `num_rows` rows are within `max`."""
+        if isinstance(self.max, int):
+            return num_failed <= self.max
+        return num_failed <= self.max * num_rows
+
+
+class JobSpec(Section):
+    """A whole job, as its file says it. Relative paths start at the working directory."""
+
+    name: Annotated[str, Field(min_length=1)] = "job"
+    model: ModelSettings
+    input: InputSettings
+    prompt: PromptSettings
+    sampling: SamplingSettings = SamplingSettings()
+    reasoning: ReasoningSettings = ReasoningSettings()
+    engine: EngineSettings = EngineSettings()
+    executor: ExecutorSettings = ExecutorSettings()
+    output: OutputSettings
+    errors: ErrorSettings = ErrorSettings()

@@ -1,0 +1,110 @@
+"""Values of the job file whose feature is not built yet: one table, refused by name.
+
+A feature is switched on by deleting its lines. Nothing else in the project knows this list.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from batchmla.jobs.wording import show_value
+from batchmla.jobs.yaml_text import KeyPath
+
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+
+
+def _is_given(value: Any) -> bool:
+    return value is not None
+
+
+def _is_filled(value: Any) -> bool:
+    return bool(value)
+
+
+def _is_url(value: Any) -> bool:
+    values = value if isinstance(value, list | tuple) else [value]
+    return any(isinstance(text, str) and _URL.match(text) is not None for text in values)
+
+
+def _is_column(value: Any) -> bool:
+    return isinstance(value, Mapping) and set(value) == {"column"}
+
+
+def _equals(*refused: Any) -> Callable[[Any], bool]:
+    def is_refused(value: Any) -> bool:
+        return any(value == one and type(value) is type(one) for one in refused)
+
+    return is_refused
+
+
+def _differs(built: Any) -> Callable[[Any], bool]:
+    def is_refused(value: Any) -> bool:
+        is_same_kind = isinstance(value, type(built) | int) and not isinstance(value, bool)
+        return (is_same_kind and value != built) or value == "auto" or isinstance(value, Mapping)
+
+    return is_refused
+
+
+@dataclass(frozen=True, slots=True)
+class Unbuilt:
+    """A field (`*`: any key of its section), the values refused, and what to do instead."""
+
+    field: str
+    refuses: Callable[[Any], bool]
+    message: str
+
+
+UNBUILT = (
+    Unbuilt("model.path", _is_url, "give a local folder, a Hugging Face id or builtin:tally"),
+    Unbuilt("model.kv_cache_dtype", _equals("fp8"), "leave it at auto"),
+    Unbuilt("model.parallel", _equals("auto"), "leave it out: one device"),
+    Unbuilt("model.parallel.tensor", _differs(1), "leave it at 1"),
+    Unbuilt("model.parallel.expert", _differs(1), "leave it at 1"),
+    Unbuilt("model.parallel.attention_data", _differs(1), "leave it at 1"),
+    Unbuilt("model.speculative", _equals("mtp"), "leave it at off"),
+    Unbuilt("input.path", _is_url, "give files on a local disk"),
+    Unbuilt("input.format", _equals("csv", "openai_batch", "dataset"), "give Parquet or JSONL"),
+    Unbuilt("prompt.tools", _is_given, "leave it out"),
+    Unbuilt(
+        "prompt.too_long",
+        _equals("truncate_left", "truncate_right", "truncate_middle"),
+        "leave it at error: only the rows that are too long fail",
+    ),
+    Unbuilt("sampling.*", _is_column, "give one value for all rows"),
+    Unbuilt("sampling.frequency_penalty", _differs(0.0), "leave it at 0"),
+    Unbuilt("sampling.presence_penalty", _differs(0.0), "leave it at 0"),
+    Unbuilt("sampling.logit_bias", _is_filled, "leave it out"),
+    Unbuilt("sampling.bad_words", _is_filled, "leave it out"),
+    Unbuilt("sampling.n", lambda value: type(value) is int and value > 1, "leave it at 1"),
+    Unbuilt("sampling.stop", _is_filled, "use sampling.stop_token_ids"),
+    Unbuilt("sampling.logprobs", _is_given, "leave it out"),
+    Unbuilt("sampling.prompt_logprobs", _is_given, "leave it out"),
+    Unbuilt("sampling.structured", _is_given, "leave it out"),
+    Unbuilt(
+        "reasoning.loop_guard", _is_given, "leave it out; reasoning.budget ends long reasoning"
+    ),
+    Unbuilt("reasoning.stop_in_reasoning", _equals(True), "leave it at false"),
+    Unbuilt("engine.deterministic", _equals(True), "leave it at false"),
+    Unbuilt("executor.kind", _equals("ray"), "leave it at local"),
+    Unbuilt("executor.replicas", _differs(1), "leave it at 1"),
+    Unbuilt("executor.address", lambda value: value not in (None, "auto"), "leave it at auto"),
+    Unbuilt("output.path", _is_url, "give a folder on a local disk"),
+    Unbuilt("output.format", _equals("jsonl", "openai_batch"), "leave it at parquet"),
+)
+
+
+def unbuilt_faults(raw: Mapping[Any, Any]) -> Iterator[tuple[KeyPath, str]]:
+    """The path of every refused value of a job file, with its sentence."""
+    for entry in UNBUILT:
+        *parents, last = entry.field.split(".")
+        section: Any = raw
+        for key in parents:
+            section = section.get(key) if isinstance(section, Mapping) else None
+        if not isinstance(section, Mapping):
+            continue
+        for key in list(section) if last == "*" else [last]:
+            if key in section and entry.refuses(section[key]):
+                path = (*parents, str(key))
+                shown = f"{'.'.join(path)}: {show_value(section[key])}"
+                yield path, f"{shown} is not built yet; {entry.message}"
