@@ -1,0 +1,151 @@
+"""Prompts in, completions out: the loop around scheduler and runner. Token ids only, no text, no files.
+
+`load_engine` builds the engine of a model folder; `EngineCore` takes the parts.
+"""
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from batchmla.core import Completion, EngineStats, Prompt, PromptSource
+from batchmla.engine.runner import Runner
+from batchmla.engine.sampler import Draw, SampleOp, Sampler
+from batchmla.engine.scheduler import Chunk, Limits, Scheduler
+from batchmla.engine.sequence import failed
+from batchmla.kv.layout import KVLayout
+from batchmla.kv.pages import PageTable
+
+if TYPE_CHECKING:
+    from batchmla.models.base import Model
+
+
+@dataclass(slots=True)
+class _Totals:
+    steps: int = 0
+    computed_tokens: int = 0
+    generated_tokens: int = 0
+    step_s: float = 0.0
+
+
+class EngineCore:
+    """One model on one device, fed from a `PromptSource`.
+
+    `vocab_limit` is the tokenizer's size: higher ids pad the logits and are never drawn.
+    """
+
+    def __init__(
+        self,
+        model: "Model",
+        layout: KVLayout,
+        *,
+        num_pages: int,
+        limits: Limits,
+        sample: SampleOp,
+        vocab_limit: int,
+        device: torch.device,
+    ) -> None:
+        self._pages = PageTable(num_pages, layout.page_tokens)
+        self._scheduler = Scheduler(self._pages, limits)
+        sampler = Sampler(sample, vocab_limit=vocab_limit, device=device)
+        self._runner = Runner(model, layout, num_pages, sampler, device)
+        self._vocab_limit = vocab_limit
+        self._totals = _Totals()
+        self._is_busy = False
+
+    def generate(self, source: PromptSource) -> Iterator[Completion]:
+        """Every prompt of `source` as one completion, in order of completion. Closing it aborts the rest."""
+        assert not self._is_busy, "this engine is already generating"
+        self._is_busy = True
+        try:
+            yield from self._loop(source)
+        finally:
+            self._scheduler.abort()
+            self._runner.forget_all()
+            self._is_busy = False
+
+    def stats(self) -> EngineStats:
+        """Totals since the engine was made, and what is running now."""
+        totals = self._totals
+        return EngineStats(
+            running=self._scheduler.num_running,
+            waiting=self._scheduler.num_waiting,
+            used_pages=self._pages.used_pages,
+            total_pages=self._pages.num_pages,
+            steps=totals.steps,
+            prompt_tokens=self._scheduler.admitted_prompt_tokens,
+            cached_tokens=self._scheduler.admitted_cached_tokens,
+            computed_tokens=totals.computed_tokens,
+            generated_tokens=totals.generated_tokens,
+            preemptions=self._scheduler.preemptions,
+            step_s=totals.step_s,
+        )
+
+    def close(self) -> None:
+        """Frees the model and the cache; the engine cannot be used afterwards."""
+        self._scheduler.abort()
+        del self._runner
+
+    def _loop(self, source: PromptSource) -> Iterator[Completion]:
+        while True:
+            is_idle = self._scheduler.is_idle
+            wanted = self._scheduler.appetite
+            prompts = source.take(wanted, wait=is_idle) if wanted > 0 else ()
+            if is_idle and not prompts:
+                return
+            for prompt in prompts:
+                refused = self._add(prompt)
+                if refused is not None:
+                    yield refused
+            if not self._scheduler.is_idle:
+                yield from self._step()
+
+    def _add(self, prompt: Prompt) -> Completion | None:
+        ids = prompt.token_ids
+        if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < self._vocab_limit:
+            worst = int(ids.max()) if int(ids.max()) >= self._vocab_limit else int(ids.min())
+            return failed(
+                prompt,
+                f"the prompt holds token id {worst}, but the model's ids end at "
+                f"{self._vocab_limit - 1}; its tokenizer does not belong to this model",
+            )
+        return self._scheduler.add(prompt)
+
+    def _step(self) -> list[Completion]:
+        start_s = time.perf_counter()
+        chunks = self._scheduler.schedule()
+        assert chunks, f"nothing to run with {self._scheduler.num_waiting} sequences waiting"
+        draws = self._runner.run(chunks)
+        self._scheduler.computed(chunks)
+        completions = [
+            completion
+            for chunk, draw in zip(chunks, draws, strict=True)
+            if draw is not None and (completion := self._take(chunk, draw)) is not None
+        ]
+        totals = self._totals
+        totals.steps += 1
+        totals.computed_tokens += int(np.sum([chunk.count for chunk in chunks]))
+        totals.step_s += time.perf_counter() - start_s
+        return completions
+
+    def _take(self, chunk: Chunk, draw: Draw) -> Completion | None:
+        """Appends the drawn token; the completion if that was the last one."""
+        sequence = chunk.sequence
+        if draw.token_id is None:
+            self._runner.forget(sequence)
+            self._runner.clear(self._scheduler.fail(sequence))
+            return sequence.failure(
+                f"the model gave logits that are not finite after {sequence.num_tokens} tokens; "
+                "try model.dtype: float32"
+            )
+        before = sequence.num_generated
+        reason = sequence.push(draw.token_id, is_forced=draw.is_forced)
+        self._totals.generated_tokens += sequence.num_generated - before
+        if reason is None:
+            return None
+        self._runner.forget(sequence)
+        self._scheduler.finish(sequence)
+        return sequence.completion(reason)

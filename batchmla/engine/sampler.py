@@ -1,0 +1,170 @@
+"""From logits to the next token of every row: faults, penalties, masks, the draw, forced tokens.
+
+Works on all rows at once; the host only looks at what differs by row. A row's result depends on its own logits and
+parameters, on its stream key and on the position, never on its neighbours or on earlier steps' order.
+N rows, V vocabulary, S remembered sequences.
+"""
+
+from collections.abc import Callable
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from batchmla.engine.sequence import Sequence
+
+SampleOp = Callable[..., torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Draw:
+    """The outcome for one row: a token, or no token because the logits were not finite."""
+
+    token_id: int | None
+    is_forced: bool = False
+
+
+class SeenTokens:
+    """Which ids each penalised sequence has in its prompt or completion: a bit table on the device."""
+
+    def __init__(self, vocab_size: int, device: torch.device) -> None:
+        self._vocab_size = vocab_size
+        self._device = device
+        self._place: dict[Sequence, int] = {}
+        self._noted: dict[Sequence, int] = {}  # leading tokens of the sequence already in the table
+        self._free: list[int] = []
+        self._table_SV = torch.zeros(0, vocab_size, dtype=torch.bool, device=device)
+
+    def rows(self, sequences: Items[Sequence]) -> torch.Tensor:
+        """Bool [N, V] for the given sequences, brought up to date."""
+        places = [self._update(sequence) for sequence in sequences]
+        return self._table_SV[torch.tensor(places, device=self._device)]
+
+    def forget(self, sequence: Sequence) -> None:
+        """Gives the sequence's row free."""
+        place = self._place.pop(sequence, None)
+        if place is not None:
+            del self._noted[sequence]
+            self._free.append(place)
+
+    def _update(self, sequence: Sequence) -> int:
+        place = self._place.get(sequence)
+        if place is None:
+            if not self._free:
+                self._grow()
+            place = self._place[sequence] = self._free.pop()
+            self._table_SV[place] = False
+            self._noted[sequence] = 0
+        news = sequence.tokens.view[self._noted[sequence] :].astype(np.int64)
+        self._table_SV[place, torch.from_numpy(news[news < self._vocab_size]).to(self._device)] = (
+            True
+        )
+        self._noted[sequence] = sequence.num_tokens
+        return place
+
+    def _grow(self) -> None:
+        have = len(self._table_SV)
+        more = torch.zeros(max(4, have), self._vocab_size, dtype=torch.bool, device=self._device)
+        self._table_SV = torch.cat((self._table_SV, more))
+        self._free.extend(range(have, have + len(more)))
+
+
+class Sampler:
+    """Draws tokens below `vocab_limit`, the tokenizer's size: ids that only pad the logits are never drawn."""
+
+    def __init__(self, op: SampleOp, *, vocab_limit: int, device: torch.device) -> None:
+        self._op = op
+        self._vocab_limit = vocab_limit
+        self._device = device
+        self._seen = SeenTokens(vocab_limit, device)
+
+    def forget(self, sequence: Sequence) -> None:
+        """Drops what is kept for a sequence that left the running ones."""
+        self._seen.forget(sequence)
+
+    def forget_all(self) -> None:
+        """Drops what is kept for every sequence."""
+        self._seen = SeenTokens(self._vocab_limit, self._device)
+
+    def draw(self, logits_NV: torch.Tensor, sequences: Items[Sequence]) -> list[Draw]:
+        """One `Draw` a row; `logits` is float32 and may be overwritten."""
+        logits_NV = logits_NV[:, : self._vocab_limit]
+        is_finite_N = self._finite_rows(logits_NV)
+        self._penalise(logits_NV, sequences)
+        self._mask_stops(logits_NV, sequences)
+        ids = self._sample(logits_NV, sequences).tolist()
+        draws = []
+        for sequence, token_id, is_finite in zip(sequences, ids, is_finite_N, strict=True):
+            forced = sequence.forced_token() if is_finite else None
+            if not is_finite:
+                draws.append(Draw(token_id=None))
+            elif forced is not None:
+                draws.append(Draw(token_id=forced, is_forced=True))
+            else:
+                draws.append(Draw(token_id=token_id))
+        return draws
+
+    def _finite_rows(self, logits_NV: torch.Tensor) -> list[bool]:
+        """Which rows hold finite numbers only; the others are set to 0 so that the batch can go on."""
+        is_finite_N = torch.isfinite(logits_NV.sum(dim=1))  # one pass; NaN and inf survive a sum
+        if not bool(is_finite_N.all()):
+            is_finite_N = torch.isfinite(logits_NV).all(dim=1)  # a sum may also overflow
+            logits_NV[~is_finite_N] = 0.0
+        return list(map(bool, is_finite_N.tolist()))
+
+    def _penalise(self, logits_NV: torch.Tensor, sequences: Items[Sequence]) -> None:
+        """Repetition penalty p on every id seen: l / p where l > 0, l * p elsewhere (CTRL, section 4.1)."""
+        rows = [
+            row
+            for row, sequence in enumerate(sequences)
+            if sequence.prompt.params.repetition_penalty != 1.0
+        ]
+        if not rows:
+            return
+        picked = [sequences[row] for row in rows]
+        penalty_N1 = torch.tensor(
+            [[sequence.prompt.params.repetition_penalty] for sequence in picked],
+            dtype=torch.float32,
+            device=self._device,
+        )
+        rows_N = torch.tensor(rows, device=self._device)
+        plain_NV = logits_NV[rows_N]
+        changed_NV = torch.where(plain_NV > 0, plain_NV / penalty_N1, plain_NV * penalty_N1)
+        logits_NV[rows_N] = torch.where(self._seen.rows(picked), changed_NV, plain_NV)
+
+    def _mask_stops(self, logits_NV: torch.Tensor, sequences: Items[Sequence]) -> None:
+        """No stop id before `min_tokens` tokens."""
+        rows: list[int] = []
+        ids: list[int] = []
+        for row, sequence in enumerate(sequences):
+            params = sequence.prompt.params
+            if sequence.num_generated < params.min_tokens:
+                stops = [stop for stop in params.stop_ids if 0 <= stop < self._vocab_limit]
+                rows.extend([row] * len(stops))
+                ids.extend(stops)
+        if rows:
+            logits_NV[
+                torch.tensor(rows, device=self._device), torch.tensor(ids, device=self._device)
+            ] = -torch.inf
+
+    def _sample(self, logits_NV: torch.Tensor, sequences: Items[Sequence]) -> torch.Tensor:
+        all_params = [sequence.prompt.params for sequence in sequences]
+        if all(params.temperature == 0 for params in all_params):
+            return torch.argmax(logits_NV, dim=1)
+        knobs_N3 = np.array([(p.temperature, p.top_p, p.min_p) for p in all_params], np.float64)
+        keys = np.array([s.prompt.stream_key & (2**64 - 1) for s in sequences], np.uint64)
+        counts_N2 = np.array(
+            [(s.prompt.params.top_k, s.num_generated) for s in sequences], np.int64
+        )
+        knobs = torch.from_numpy(knobs_N3).to(self._device)
+        counts = torch.from_numpy(counts_N2).to(self._device)
+        return self._op(
+            logits_NV,
+            temperature_N=knobs[:, 0],
+            top_k_N=counts[:, 0],
+            top_p_N=knobs[:, 1],
+            min_p_N=knobs[:, 2],
+            stream_key_N=torch.from_numpy(keys.view(np.int64)).to(self._device),
+            position_N=counts[:, 1],
+        )

@@ -1,0 +1,311 @@
+"""Who gets how many tokens of the next forward pass. Host only; knows no tensors and no model.
+
+There are no phases: a sequence wants `len(tokens) - computed` tokens, whether they are its prompt, one
+generated token, or everything again after a preemption. Sequences that want one token come first, then
+chunks of the others fill the token budget, oldest first; a chunk may end anywhere. When pages run out the
+youngest sequence gives back its own and computes them again later. The oldest is therefore never stopped,
+and since a full context fits into the pool, every sequence ends.
+"""
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from batchmla.core import Completion, FinishReason, Prompt
+from batchmla.engine.admission import Forecast, LengthEstimator
+from batchmla.engine.sequence import GrowingIds, Sequence, failed
+from batchmla.kv.pages import PageHash, PageTable, chain_hashes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chunk:
+    """`count` tokens of `sequence` from position `start` on."""
+
+    sequence: Sequence
+    start: int
+    count: int
+
+    @property
+    def samples(self) -> bool:
+        """Whether the chunk reaches the last known token, so that the next one can be drawn."""
+        return self.start + self.count == self.sequence.num_tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What bounds a step and a sequence.
+
+    `prefix_caching` shares pages by content; `share_generated` lets pages with generated tokens in them
+    be found again too (exact mode switches that off).
+    """
+
+    max_model_len: int
+    max_num_seqs: int
+    max_batched_tokens: int
+    prefix_caching: bool = True
+    share_generated: bool = True
+
+
+class Group:
+    """The sequences that share one page table, oldest first."""
+
+    def __init__(self, pages: PageTable, limits: Limits) -> None:
+        self.pages = pages
+        self.limits = limits
+        self.running: list[Sequence] = []
+        self._computing: dict[
+            PageHash, Sequence
+        ] = {}  # prompt pages that a running sequence will publish
+
+    def shareable_tokens(self, sequence: Sequence) -> int:
+        """Leading tokens whose full pages may be found by their content."""
+        if not self.limits.prefix_caching:
+            return 0
+        shares_all = self.limits.share_generated
+        return sequence.num_tokens if shares_all else sequence.prompt_tokens
+
+    def hits(self, sequence: Sequence) -> list[int]:
+        """Published pages of the sequence's prefix; at least one token is left to compute."""
+        page_tokens = self.pages.page_tokens
+        known = self.shareable_tokens(sequence)
+        chain_hashes(sequence.hashes, sequence.tokens.view, page_tokens, known)
+        usable = min(known, sequence.num_tokens - 1) // page_tokens
+        return self.pages.match(sequence.hashes[:usable])
+
+    def waits_for_prefix(self, sequence: Sequence, num_hits: int) -> bool:
+        """Whether a running sequence is about to compute the next page of the same prefix."""
+        usable = (sequence.num_tokens - 1) // self.pages.page_tokens
+        return (
+            num_hits < min(usable, len(sequence.hashes))
+            and sequence.hashes[num_hits] in self._computing
+        )
+
+    def admit(self, sequence: Sequence, hits: list[int], room_pages: int) -> None:
+        """Gives the sequence pages for all its tokens and puts it among the running by age."""
+        self.pages.acquire(hits)
+        needed = self._pages_for(sequence.num_tokens) - len(hits)
+        fresh = self.pages.allocate(
+            needed, after=hits[-1] if hits else None, room_pages=needed + room_pages
+        )
+        sequence.pages.extend(hits + fresh)
+        sequence.computed = len(hits) * self.pages.page_tokens
+        sequence.shared_pages = sequence.published = len(hits)
+        if sequence.cached_tokens is None:
+            sequence.cached_tokens = min(sequence.computed, sequence.prompt_tokens)
+        for name in sequence.hashes[len(hits) :]:
+            self._computing.setdefault(name, sequence)
+        place = len(self.running)
+        while place > 0 and self.running[place - 1].arrival > sequence.arrival:
+            place -= 1
+        self.running.insert(place, sequence)
+
+    def grow(self, sequence: Sequence) -> bool:
+        """One more page if the next token needs it; False when none is left."""
+        missing = self._pages_for(sequence.num_tokens) - len(sequence.pages)
+        if missing > self.pages.available_pages:
+            return False
+        if missing > 0:
+            last = int(sequence.pages.view[-1])
+            sequence.pages.extend(self.pages.allocate(missing, after=last))
+        return True
+
+    def computed(self, chunk: Chunk) -> None:
+        """Notes that the chunk's rows are in the cache and publishes the pages they filled."""
+        sequence = chunk.sequence
+        sequence.computed = chunk.start + chunk.count
+        page_tokens = self.pages.page_tokens
+        full = min(sequence.computed, self.shareable_tokens(sequence)) // page_tokens
+        if full <= sequence.published:
+            return
+        chain_hashes(sequence.hashes, sequence.tokens.view, page_tokens, full * page_tokens)
+        for index in range(sequence.published, full):
+            name = sequence.hashes[index]
+            self.pages.publish(int(sequence.pages.view[index]), name)
+            if self._computing.get(name) is sequence:
+                del self._computing[name]
+        sequence.published = full
+
+    def drop(self, sequence: Sequence, *, keep_pages: int) -> list[int]:
+        """Takes the sequence off the pool; its first `keep_pages` pages stay findable. Blank pages come back."""
+        self.running.remove(sequence)
+        for name in sequence.hashes[sequence.published :]:
+            if self._computing.get(name) is sequence:
+                del self._computing[name]
+        blank = self.pages.release(sequence.pages.view.tolist(), keep=keep_pages)
+        sequence.pages = GrowingIds((), np.int64)
+        sequence.computed = sequence.published = sequence.shared_pages = 0
+        return blank
+
+    def _pages_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.pages.page_tokens)
+
+
+class Scheduler:
+    """Queues and admission over one attention group."""
+
+    def __init__(self, pages: PageTable, limits: Limits) -> None:
+        pool_tokens = pages.num_pages * pages.page_tokens
+        assert limits.max_model_len <= pool_tokens, f"{limits} in {pool_tokens} tokens"
+        self.limits = limits
+        self.group = Group(pages, limits)
+        self.lengths = LengthEstimator(min(512, limits.max_model_len))
+        self.preemptions = 0
+        self.admitted_prompt_tokens = 0
+        self.admitted_cached_tokens = 0
+        self._waiting: deque[Sequence] = deque()
+        self._preempted: deque[Sequence] = deque()  # oldest first
+        self._arrivals = 0
+        self._is_full = False  # nothing was freed since an admission failed for lack of pages
+
+    @property
+    def num_running(self) -> int:
+        return len(self.group.running)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting) + len(self._preempted)
+
+    @property
+    def is_idle(self) -> bool:
+        return self.num_running + self.num_waiting == 0
+
+    @property
+    def appetite(self) -> int:
+        """Prompts worth adding now: a short queue, and what could be admitted as long as pages last."""
+        is_open = not self._is_full and not self._preempted
+        places = self.limits.max_num_seqs - self.num_running if is_open else 0
+        return max(0, places + max(2, self.limits.max_num_seqs // 8) - len(self._waiting))
+
+    def add(self, prompt: Prompt) -> Completion | None:
+        """Queues a prompt; the completion at once if it can never run or has nothing to generate."""
+        limit = self.limits.max_model_len
+        length = len(prompt.token_ids)
+        if length == 0:
+            return failed(prompt, "the prompt has no tokens; give the row some text")
+        if length + 1 > limit:
+            return failed(
+                prompt,
+                f"the prompt has {length} tokens, which with one token to generate exceeds the limit of "
+                f"{limit} (model.max_model_len); shorten it or set prompt.too_long",
+            )
+        sequence = Sequence(prompt, arrival=self._arrivals, max_model_len=limit)
+        if sequence.max_total <= length:
+            return sequence.completion(FinishReason.LENGTH)
+        self._arrivals += 1
+        self._waiting.append(sequence)
+        return None
+
+    def schedule(self) -> list[Chunk]:
+        """The chunks of the next step; empty only when nothing is running or waiting."""
+        budget_tokens = self.limits.max_batched_tokens
+        chunks: list[Chunk] = []
+        place = 0
+        while place < len(self.group.running) and len(chunks) < budget_tokens:
+            sequence = self.group.running[place]
+            if sequence.wanted == 1:
+                if not self._make_room(sequence):
+                    break
+                chunks.append(Chunk(sequence=sequence, start=sequence.computed, count=1))
+            place += 1
+        left = budget_tokens - len(chunks)
+        for sequence in self.group.running:
+            if sequence.wanted > 1 and left > 0:
+                left -= self._cut(sequence, left, chunks)
+        if left > 0:
+            self._admit(left, chunks)
+        return chunks
+
+    def computed(self, chunks: Iterable[Chunk]) -> None:
+        """Notes that the forward pass over `chunks` is done."""
+        for chunk in chunks:
+            self.group.computed(chunk)
+
+    def finish(self, sequence: Sequence) -> None:
+        """Frees a finished sequence; whole pages of its prompt stay for later prompts."""
+        self.lengths.observe(sequence.num_generated)
+        keep = sequence.prompt_tokens // self.group.pages.page_tokens
+        self.group.drop(sequence, keep_pages=keep)
+        self._is_full = False
+
+    def fail(self, sequence: Sequence) -> list[int]:
+        """Frees a sequence whose rows are bad; no page of it is found again. Returns the blank pages."""
+        self.group.pages.withdraw(sequence.pages.view.tolist())
+        self._is_full = False
+        return self.group.drop(sequence, keep_pages=0)
+
+    def abort(self) -> None:
+        """Forgets every sequence."""
+        for sequence in list(self.group.running):
+            self.group.drop(sequence, keep_pages=sequence.published)
+        self._waiting.clear()
+        self._preempted.clear()
+        self._is_full = False
+
+    def _cut(self, sequence: Sequence, left: int, chunks: list[Chunk]) -> int:
+        count = min(sequence.wanted, left)
+        chunks.append(Chunk(sequence=sequence, start=sequence.computed, count=count))
+        return count
+
+    def _make_room(self, sequence: Sequence) -> bool:
+        """Grows the sequence by preempting younger ones; False when it was the youngest and went itself."""
+        while not self.group.grow(sequence):
+            youngest = self.group.running[-1]
+            self._preempt(youngest)
+            if youngest is sequence:
+                return False
+        return True
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self.preemptions += 1
+        self.group.drop(sequence, keep_pages=sequence.published)
+        place = 0
+        while place < len(self._preempted) and self._preempted[place].arrival < sequence.arrival:
+            place += 1
+        self._preempted.insert(place, sequence)
+
+    def _admit(self, left: int, chunks: list[Chunk]) -> None:
+        """Preempted sequences first, then waiting ones in order, while tokens, places and pages last."""
+        if self._is_full or not (self._preempted or self._waiting):
+            return
+        pages = self.group.pages
+        forecast = Forecast(
+            self.group.running,
+            self.lengths,
+            used_pages=pages.used_pages,
+            page_tokens=pages.page_tokens,
+        )
+        for queue in (self._preempted, self._waiting):
+            for sequence in list(queue):
+                if left == 0 or self.num_running >= self.limits.max_num_seqs:
+                    return
+                hits = self.group.hits(sequence)
+                if self.group.waits_for_prefix(sequence, len(hits)):
+                    continue
+                if not self._fits(sequence, hits, forecast):
+                    self._is_full = True
+                    return
+                queue.remove(sequence)
+                self._enter(sequence, hits)
+                left -= self._cut(sequence, left, chunks)
+
+    def _fits(self, sequence: Sequence, hits: list[int], forecast: Forecast) -> bool:
+        pages = self.group.pages
+        new_pages = -(-sequence.num_tokens // pages.page_tokens) - len(hits)
+        reused_idle = pages.idle_among(hits)
+        if new_pages + reused_idle > pages.available_pages:
+            return False
+        peak_pages = forecast.peak_pages(sequence, new_pages, reused_idle)
+        if self.group.running and peak_pages > pages.num_pages:
+            return False
+        forecast.add(sequence, new_pages, reused_idle)
+        return True
+
+    def _enter(self, sequence: Sequence, hits: list[int]) -> None:
+        is_first = sequence.cached_tokens is None
+        growth = self.lengths.remaining(sequence, self.group.pages.page_tokens)
+        self.group.admit(sequence, hits, -(-growth // self.group.pages.page_tokens))
+        if is_first:
+            self.admitted_prompt_tokens += sequence.prompt_tokens
+            self.admitted_cached_tokens += sequence.cached_tokens or 0

@@ -1,0 +1,58 @@
+"""Turns the schedule into the tensors of one forward pass.
+
+T tokens, S sequences, P pages of the longest page table, N rows whose logits are wanted.
+"""
+
+from collections.abc import Sequence as Items
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from batchmla.engine.scheduler import Chunk
+from batchmla.kv.step import Step
+
+
+def build_step(chunks: Items[Chunk], page_tokens: int, device: torch.device) -> Step:
+    """The tokens, positions, slots and page tables of `chunks`, in their order."""
+    counts_S = np.array([chunk.count for chunk in chunks], np.int64)
+    firsts_S = np.array([chunk.start for chunk in chunks], np.int64)
+    starts_S1 = np.concatenate((np.zeros(1, np.int64), np.cumsum(counts_S)))
+    context_S = firsts_S + counts_S
+    prompt_S = np.array([chunk.sequence.prompt_tokens for chunk in chunks], np.int64)
+    samples_S = np.array([chunk.samples for chunk in chunks], bool)
+
+    sequence_T = np.repeat(np.arange(len(chunks)), counts_S)
+    offset_T = np.arange(starts_S1[-1]) - starts_S1[sequence_T]
+    positions_T = firsts_S[sequence_T] + offset_T
+    tokens_T = np.concatenate(
+        [chunk.sequence.tokens.view[chunk.start : chunk.start + chunk.count] for chunk in chunks]
+    ).astype(np.int64)
+    pages_SP = _page_tables(chunks, -(-context_S // page_tokens))
+    page_T = pages_SP[sequence_T, positions_T // page_tokens]
+    slots_T = page_T * page_tokens + positions_T % page_tokens
+
+    def put(values: npt.NDArray[np.int64]) -> torch.Tensor:
+        return torch.from_numpy(values).to(device)
+
+    return Step(
+        tokens_T=put(tokens_T),
+        positions_T=put(positions_T),
+        slots_T=put(slots_T),
+        pages_SP=put(pages_SP),
+        logits_rows_N=put(starts_S1[1:][samples_S] - 1),
+        page_tokens=page_tokens,
+        host_starts_S1=starts_S1,
+        host_context_S=context_S,
+        host_prompt_S=prompt_S,
+    )
+
+
+def _page_tables(chunks: Items[Chunk], num_pages_S: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """[S, P]: the pages that hold each sequence's context after this step, padded with 0."""
+    pages_SP = np.zeros((len(chunks), int(num_pages_S.max())), np.int64)
+    for row_P, chunk, num_pages in zip(pages_SP, chunks, num_pages_S, strict=True):
+        pages = chunk.sequence.pages.view
+        assert len(pages) >= num_pages, f"{len(pages)} pages for {chunk.start + chunk.count} tokens"
+        row_P[:num_pages] = pages[:num_pages]
+    return pages_SP
