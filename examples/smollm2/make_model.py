@@ -157,14 +157,8 @@ def unpermute(weight_OM: np.ndarray, num_heads: int) -> np.ndarray:
     return paired.swapaxes(1, 2).reshape(rows, width)
 
 
-def read_weights(
-    reader: gguf.GGUFReader, config: Mapping[str, Any], *, undo_permutation: bool = True
-) -> dict[str, torch.Tensor]:
-    """Every tensor in bfloat16 under its Hugging Face name.
-
-    `undo_permutation` False keeps llama.cpp's row order of q and k: a wrong model, for the test
-    that shows the check would notice.
-    """
+def read_weights(reader: gguf.GGUFReader, config: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Every tensor in bfloat16 under its Hugging Face name."""
     heads = {
         "attn_q": config["num_attention_heads"],
         "attn_k": config["num_key_value_heads"],
@@ -172,9 +166,8 @@ def read_weights(
     weights: dict[str, torch.Tensor] = {}
     for tensor in reader.tensors:
         values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
-        parts = tensor.name.split(".")
-        kind = parts[-2]
-        if undo_permutation and kind in heads:
+        kind = tensor.name.split(".")[-2]
+        if kind in heads:
             values = unpermute(values, heads[kind])
         weight = torch.from_numpy(np.array(values, dtype=np.float32))
         weights[hf_name(tensor.name)] = weight.to(torch.bfloat16).contiguous()
