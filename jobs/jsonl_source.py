@@ -1,0 +1,256 @@
+"""JSONL files as rows and as typed columns.
+
+Types come from the first 256 MiB of lines, or from all of them when everything is scanned: a fixed
+amount, so that a rerun on a slower machine writes the same schema.
+"""
+
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pyarrow as pa
+
+from batchmla.errors import JobError
+from batchmla.jobs.files import InputFile
+from batchmla.jobs.ids import IdIndex
+from batchmla.jobs.jsonl import Line, MalformedLine, parse_line, read_lines, replace_surrogates
+from batchmla.jobs.jsonl_types import (
+    NULL,
+    Kind,
+    KindName,
+    arrow_type,
+    fits,
+    is_mixed,
+    settle,
+    to_arrow_value,
+    widen,
+)
+from batchmla.jobs.row import Row
+from batchmla.jobs.source import Faults, RowBatch, Scan
+
+logger = logging.getLogger(__name__)
+
+_TYPED_BYTES = 256 << 20
+_BATCH_ROWS = 1024
+_BATCH_BYTES = 8 << 20
+_ID_BATCH = 8192
+_MAX_COLUMNS = 2000
+
+
+@dataclass(slots=True)
+class _Parsed:
+    """A line with what was found in it."""
+
+    index: int
+    file: int
+    line: Line
+    typed_id: str | int
+    values: dict[str, Any]
+    malformed: str | None = None  # why it is no row
+    error: str | None = None  # why the row fails
+
+
+class JsonlSource:
+    """The files, the id column and, after a scan, the kind of every column."""
+
+    def __init__(self, files: tuple[InputFile, ...], id_column: str | None) -> None:
+        self.files = files
+        self.id_column = id_column if id_column is not None else self._default_id()
+        self._kinds: dict[str, Kind] | None = None
+        self._num_scanned = 0
+
+    def _default_id(self) -> str | None:
+        """`id` if the first readable row of the input has it."""
+        for file in self.files:
+            for line in read_lines(file):
+                try:
+                    return "id" if "id" in parse_line(line.raw) else None
+                except MalformedLine:
+                    continue
+        return None
+
+    @property
+    def schema(self) -> pa.Schema:
+        """All columns in the order of their first appearance."""
+        assert self._kinds is not None, "the columns of JSONL are known after a scan"
+        return pa.schema([pa.field(name, arrow_type(kind)) for name, kind in self._kinds.items()])
+
+    def scan(self, ids: IdIndex, *, limit_s: float | None) -> Scan:
+        """Parse lines for `limit_s` seconds and as far as types need; None: all of them."""
+        scan = Scan()
+        began_s = time.monotonic()
+        kinds: dict[str, Kind] = {}
+        seen_bytes = 0
+        is_typing = True
+        batch: list[tuple[str | int, str]] = []
+        for parsed in self._parsed(0):
+            scan.num_rows += 1
+            seen_bytes += len(parsed.line.raw)
+            if is_typing and limit_s is not None and seen_bytes > _TYPED_BYTES:
+                is_typing = False
+                kinds = self._settled(kinds)
+            if parsed.malformed is None and is_typing:
+                for name, value in parsed.values.items():
+                    kinds[name] = widen(kinds.get(name, NULL), value)
+                if len(kinds) > _MAX_COLUMNS:
+                    raise JobError(
+                        f"{self._place(parsed)}: the rows so far have more than {_MAX_COLUMNS} "
+                        "different keys; put free keys into an object under one key"
+                    )
+            elif parsed.malformed is None:
+                parsed.malformed = _misfit(kinds, parsed.values)
+            if parsed.malformed is not None:
+                scan.faults.add(f"{self._place(parsed)}: {parsed.malformed}")
+            elif self.id_column is not None:
+                batch.append((parsed.typed_id, self._place(parsed)))
+            if len(batch) >= _ID_BATCH:
+                scan.add_ids(ids, batch)
+                batch = []
+            is_late = limit_s is not None and time.monotonic() - began_s > limit_s
+            if is_late and not is_typing:
+                scan.is_complete = False
+                break
+        scan.add_ids(ids, batch)
+        self._kinds = self._settled(kinds) if is_typing else kinds
+        self._num_scanned = scan.num_rows
+        return scan
+
+    def _settled(self, kinds: dict[str, Kind]) -> dict[str, Kind]:
+        mixed = sorted(name for name, kind in kinds.items() if is_mixed(kind))
+        if mixed:
+            logger.warning(
+                "input columns with values of different types are carried as JSON text: %s",
+                ", ".join(mixed),
+            )
+        return {name: settle(kind) for name, kind in kinds.items()}
+
+    def _place(self, parsed: _Parsed) -> str:
+        return f"{self.files[parsed.file].path}:{parsed.line.number}"
+
+    def _parsed(self, start: int) -> Iterator[_Parsed]:
+        """Every line from row `start` on; lines before it are counted, not parsed."""
+        index = 0
+        for number, file in enumerate(self.files):
+            if file.num_rows is not None and index + file.num_rows <= start:
+                index += file.num_rows
+                continue
+            first = index
+            for line in read_lines(file):
+                index = first + line.row + 1
+                if index > start:
+                    yield self._parse(index - 1, number, line)
+            if file.num_rows is None:
+                counted = replace(file, num_rows=index - first)
+                self.files = (*self.files[:number], counted, *self.files[number + 1 :])
+
+    def _parse(self, index: int, file: int, line: Line) -> _Parsed:
+        fallback = f"{self.files[file].name}:{line.row}"
+        try:
+            values, error = replace_surrogates(line.raw, parse_line(line.raw))
+            typed_id = self._typed_id(values, error) if self.id_column is not None else fallback
+        except MalformedLine as fault:
+            return _Parsed(index, file, line, fallback, {}, malformed=str(fault))
+        parsed = _Parsed(index, file, line, typed_id, values, error=error)
+        if self._kinds is not None and index >= self._num_scanned:
+            parsed.malformed = _misfit(self._kinds, values)
+        return parsed
+
+    def _typed_id(self, values: dict[str, Any], error: str | None) -> str | int:
+        value = values.get(str(self.id_column))
+        if value is None:
+            state = "null" if self.id_column in values else "missing"
+            raise MalformedLine(f"the id column {self.id_column} is {state}")
+        if isinstance(value, bool) or not isinstance(value, str | int):
+            raise MalformedLine(
+                f"the id column {self.id_column} is neither text nor a whole number"
+            )
+        if error is not None and isinstance(value, str) and "\ufffd" in value:
+            raise MalformedLine(f"the id column {self.id_column} holds a lone surrogate")
+        return value
+
+    def places(self) -> Iterator[tuple[str | int, str]]:
+        """Every readable id with the line that holds it."""
+        for parsed in self._parsed(0):
+            if parsed.malformed is None:
+                yield parsed.typed_id, self._place(parsed)
+
+    def rows(self, start: int, columns: Sequence[str] | None) -> Iterator[RowBatch]:
+        """Rows from `start` on, at most 1024 or about 8 MiB of text in one batch."""
+        batch = RowBatch([], [], {})
+        num_bytes = 0
+        for parsed in self._parsed(start):
+            batch.rows.append(self._row(parsed, columns))
+            if parsed.malformed is not None:
+                batch.faults.append((parsed.index, f"{self._place(parsed)}: {parsed.malformed}"))
+            if batch.places is not None:
+                batch.places[parsed.index] = self._place(parsed)
+            num_bytes += len(parsed.line.raw)
+            if len(batch.rows) >= _BATCH_ROWS or num_bytes >= _BATCH_BYTES:
+                yield batch
+                batch = RowBatch([], [], {})
+                num_bytes = 0
+        if batch.rows:
+            yield batch
+
+    def _row(self, parsed: _Parsed, columns: Sequence[str] | None) -> Row:
+        error = parsed.error
+        if parsed.malformed is not None:
+            error = f"malformed row at {self._place(parsed)}: {parsed.malformed}"
+        values: dict[str, Any] = {}
+        if error is None:
+            wanted = columns if columns is not None else self._kinds or parsed.values
+            values = {name: parsed.values.get(name) for name in wanted}
+        return Row(
+            index=parsed.index,
+            file=parsed.file,
+            number=parsed.line.row,
+            id=str(parsed.typed_id),
+            typed_id=parsed.typed_id,
+            values=values,
+            error=error,
+        )
+
+    def carried(self, schema: pa.Schema, start: int) -> Iterator[tuple[pa.RecordBatch, Faults]]:
+        """The columns of `schema`; a malformed row has null in every column that does not fit."""
+        assert self._kinds is not None, "the columns of JSONL are known after a scan"
+        kinds = {name: self._kinds.get(name, settle(NULL)) for name in schema.names}
+        columns: list[list[Any]] = [[] for _ in kinds]
+        faults = Faults()
+        num_rows = 0
+        num_bytes = 0
+        for parsed in self._parsed(start):
+            if parsed.malformed is not None:
+                faults.add(f"{self._place(parsed)}: {parsed.malformed}")
+            for column, (name, kind) in zip(columns, kinds.items(), strict=True):
+                value = parsed.values.get(name)
+                column.append(to_arrow_value(kind, value) if fits(kind, value) else None)
+            num_rows += 1
+            num_bytes += len(parsed.line.raw)
+            if num_rows >= _BATCH_ROWS or num_bytes >= _BATCH_BYTES:
+                yield _record_batch(columns, num_rows, schema), faults
+                columns, faults = [[] for _ in kinds], Faults()
+                num_rows = num_bytes = 0
+        if num_rows:
+            yield _record_batch(columns, num_rows, schema), faults
+
+
+def _record_batch(columns: list[list[Any]], num_rows: int, schema: pa.Schema) -> pa.RecordBatch:
+    if not columns:
+        return pa.RecordBatch.from_struct_array(pa.array([{}] * num_rows, pa.struct([])))
+    arrays = [pa.array(column, field.type) for column, field in zip(columns, schema, strict=True)]
+    return pa.RecordBatch.from_arrays(arrays, schema=schema)
+
+
+def _misfit(kinds: dict[str, Kind], values: dict[str, Any]) -> str | None:
+    """Why a row does not fit the types of the rows that decided them."""
+    for name, value in values.items():
+        kind = kinds.get(name)
+        advice = "input.check: full takes the types from all rows"
+        if kind is None:
+            return f"the key {name} was in none of the rows that the columns come from; {advice}"
+        if not fits(kind, value):
+            words = kind.words() if kind.name is not KindName.STRUCT else "an object of known keys"
+            return f"the value of {name} is not {words} as in the rows before; {advice}"
+    return None

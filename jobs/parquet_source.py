@@ -1,0 +1,248 @@
+"""Parquet files as rows and as the columns they are: footers first, then row group by row group."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from pyarrow import types
+
+from batchmla.errors import JobError
+from batchmla.jobs.files import InputFile, check_unchanged
+from batchmla.jobs.ids import IdIndex
+from batchmla.jobs.parquet_schema import plain_type, python_type, unify
+from batchmla.jobs.row import Row
+from batchmla.jobs.source import Faults, RowBatch, Scan
+
+_BATCH_BYTES = 8 << 20
+_MAX_BATCH_ROWS = 1024
+_ID_BATCH = 8192
+_UNREADABLE = object()  # a value that Python has no form for
+
+
+class ParquetSource:
+    """The files with their row counts, one schema over all of them, the id column."""
+
+    def __init__(self, files: tuple[InputFile, ...], id_column: str | None) -> None:
+        schemas: list[tuple[str, pa.Schema]] = []
+        counted: list[InputFile] = []
+        for file in files:
+            footer = _open(file)
+            counted.append(replace(file, num_rows=footer.metadata.num_rows))
+            if not schemas or not footer.schema_arrow.equals(schemas[-1][1], check_metadata=True):
+                schemas.append((file.path, footer.schema_arrow))
+            footer.close()
+        self.files = tuple(counted)
+        self.schema = unify(schemas)
+        self.id_column = id_column
+        if id_column is None and "id" in self.schema.names:
+            self.id_column = "id"
+        self._check_id()
+
+    def _check_id(self) -> None:
+        if self.id_column is None or self.id_column not in self.schema.names:
+            return
+        dtype = plain_type(self.schema.field(self.id_column).type)
+        is_text = types.is_string(dtype) or types.is_large_string(dtype)
+        if not (is_text or types.is_integer(dtype) or types.is_null(dtype)):
+            raise JobError(
+                f"the id column {self.id_column} is {dtype} in {self.files[0].path}; ids are text "
+                "or whole numbers: name another column in input.id or write it as one of these"
+            )
+
+    def scan(self, ids: IdIndex, *, limit_s: float | None) -> Scan:
+        """Read the id column of every file, whatever the limit."""
+        scan = Scan()
+        scan.num_rows = sum(file.num_rows or 0 for file in self.files)
+        if self.id_column is None:
+            return scan
+        for batch in self._id_batches():
+            for typed_id, place in batch:
+                if typed_id is None:
+                    scan.faults.add(
+                        f"{place}: the id column {self.id_column} is null or unreadable"
+                    )
+            scan.add_ids(ids, [(one, place) for one, place in batch if one is not None])
+        return scan
+
+    def _id_batches(self) -> Iterator[list[tuple[str | int | None, str]]]:
+        assert self.id_column is not None
+        for number, file in enumerate(self.files):
+            row = 0
+            for batch in self._batches(number, 0, [self.id_column], _ID_BATCH):
+                values = _column(batch, self.id_column)
+                yield [
+                    (None if one is _UNREADABLE else one, _place(file, row + offset))
+                    for offset, one in enumerate(values)
+                ]
+                row += batch.num_rows
+
+    def places(self) -> Iterator[tuple[str | int, str]]:
+        """Every id with its file and row."""
+        for batch in self._id_batches() if self.id_column is not None else ():
+            yield from ((one, place) for one, place in batch if one is not None)
+
+    def rows(self, start: int, columns: Sequence[str] | None) -> Iterator[RowBatch]:
+        """Rows from `start` on; whole files and row groups before it are not read."""
+        wanted = list(self.schema.names if columns is None else columns)
+        ids = [] if self.id_column is None or self.id_column in wanted else [self.id_column]
+        for number, first, skipped in self._files_from(start):
+            row = skipped
+            for batch in self._batches(number, skipped, wanted + ids, _MAX_BATCH_ROWS):
+                yield self._row_batch(batch, number, first, row, wanted)
+                row += batch.num_rows
+
+    def _row_batch(
+        self, batch: pa.RecordBatch, number: int, first: int, row: int, wanted: list[str]
+    ) -> RowBatch:
+        file = self.files[number]
+        data = {name: _column(batch, name) for name in wanted}
+        id_values: list[Any] | None = None
+        if self.id_column is not None:
+            id_values = data.get(self.id_column) or _column(batch, self.id_column)
+        made = RowBatch([], [])
+        for offset in range(batch.num_rows):
+            index = first + row + offset
+            typed_id: str | int = f"{file.name}:{row + offset}"
+            error: str | None = None
+            if id_values is not None and (
+                id_values[offset] is None or id_values[offset] is _UNREADABLE
+            ):
+                place = _place(file, row + offset)
+                sentence = f"{place}: the id column {self.id_column} is null or unreadable"
+                made.faults.append((index, sentence))
+                error = f"malformed row at {sentence}"
+            elif id_values is not None:
+                typed_id = id_values[offset]
+            values = {name: column[offset] for name, column in data.items()}
+            broken = next((name for name, one in values.items() if one is _UNREADABLE), None)
+            if broken is not None and error is None:
+                error = f"column {broken} holds a value that cannot be read as text or a number"
+            made.rows.append(
+                Row(
+                    index=index,
+                    file=number,
+                    number=row + offset,
+                    id=str(typed_id),
+                    typed_id=typed_id,
+                    values={} if error is not None else values,
+                    error=error,
+                )
+            )
+        return made
+
+    def carried(self, schema: pa.Schema, start: int) -> Iterator[tuple[pa.RecordBatch, Faults]]:
+        """The columns of `schema` with its types; a malformed row keeps its values."""
+        for number, _, skipped in self._files_from(start):
+            for batch in self._batches(number, skipped, schema.names, _ID_BATCH):
+                yield _fitted(batch, schema, self.files[number]), Faults()
+
+    def _files_from(self, start: int) -> Iterator[tuple[int, int, int]]:
+        """(file, index of its first row, rows of it to skip) for the files from row `start` on."""
+        first = 0
+        for number, file in enumerate(self.files):
+            assert file.num_rows is not None
+            if first + file.num_rows > start:
+                yield number, first, max(start - first, 0)
+            first += file.num_rows
+
+    def _batches(
+        self, number: int, skipped: int, columns: Sequence[str], max_rows: int
+    ) -> Iterator[pa.RecordBatch]:
+        """Record batches of a file after `skipped` rows; a column that it lacks is left out."""
+        file = self.files[number]
+        check_unchanged(file)
+        with _open(file) as parquet:
+            present = [name for name in parquet.schema_arrow.names if name in set(columns)]
+            try:
+                for group in range(parquet.metadata.num_row_groups):
+                    num_rows = parquet.metadata.row_group(group).num_rows
+                    if skipped >= num_rows:
+                        skipped -= num_rows
+                        continue
+                    batch_rows = _batch_rows(parquet, group, present, max_rows)
+                    for batch in parquet.iter_batches(
+                        batch_rows, row_groups=[group], columns=present
+                    ):
+                        if skipped >= batch.num_rows:
+                            skipped -= batch.num_rows
+                            continue
+                        yield batch.slice(skipped)
+                        skipped = 0
+            except (pa.ArrowException, OSError) as fault:
+                raise _damaged(file, fault) from None
+
+
+def _open(file: InputFile) -> pq.ParquetFile:
+    try:
+        return pq.ParquetFile(file.path, buffer_size=1 << 20, memory_map=False)
+    except (pa.ArrowException, OSError) as fault:
+        raise _damaged(file, fault) from None
+
+
+def _damaged(file: InputFile, fault: Exception) -> JobError:
+    reason = " ".join(str(fault).split())[:200]
+    return JobError(f"input file {file.path} cannot be read as Parquet: {reason}; write it again")
+
+
+def _place(file: InputFile, row: int) -> str:
+    return f"{file.path}, row {row} (counted from 0)"
+
+
+def _batch_rows(parquet: pq.ParquetFile, group: int, columns: list[str], max_rows: int) -> int:
+    """How many rows of a row group hold about 8 MiB of the columns."""
+    about = parquet.metadata.row_group(group)
+    names = set(columns)
+    num_bytes: int = sum(
+        about.column(position).total_uncompressed_size
+        for position in range(about.num_columns)
+        if about.column(position).path_in_schema.split(".")[0] in names
+    )
+    num_rows: int = about.num_rows
+    return max(1, min(max_rows, _BATCH_BYTES * num_rows // max(num_bytes, 1)))
+
+
+def _column(batch: pa.RecordBatch, name: str) -> list[Any]:
+    """A column as Python values; what cannot be one is `_UNREADABLE`; a missing column is null."""
+    if name not in batch.schema.names:
+        return [None] * batch.num_rows
+    column = batch.column(name)
+    target = python_type(column.type)
+    try:
+        if target != column.type:
+            column = column.cast(target, safe=False)
+        values: list[Any] = column.to_pylist(maps_as_pydicts="lossy")
+    except (ValueError, OverflowError, pa.ArrowException):
+        values = [_value(column[row]) for row in range(len(column))]
+    return values
+
+
+def _value(scalar: pa.Scalar) -> Any:
+    try:
+        return scalar.as_py(maps_as_pydicts="lossy")
+    except (ValueError, OverflowError, pa.ArrowException):
+        return _UNREADABLE
+
+
+def _fitted(batch: pa.RecordBatch, schema: pa.Schema, file: InputFile) -> pa.RecordBatch:
+    """The batch under the common schema of all files."""
+    if not len(schema):
+        return pa.RecordBatch.from_struct_array(pa.array([{}] * batch.num_rows, pa.struct([])))
+    arrays: list[pa.Array] = []
+    for field in schema:
+        if field.name not in batch.schema.names:
+            arrays.append(pa.nulls(batch.num_rows, field.type))
+            continue
+        column = batch.column(field.name)
+        if column.type != field.type:
+            try:
+                column = column.cast(field.type)
+            except pa.ArrowException as fault:
+                reason = " ".join(str(fault).split())[:200]
+                raise JobError(
+                    f"input column {field.name} of {file.path} cannot become {field.type}, its "
+                    f"type in the other files: {reason}"
+                ) from None
+        arrays.append(column)
+    return pa.RecordBatch.from_arrays(arrays, schema=schema)

@@ -1,0 +1,259 @@
+"""The input of a job as one table: files in order, rows by index, carried columns for the writer.
+
+It reads Parquet and JSONL from local disks in constant memory; per row it keeps a hash of the id.
+"""
+
+import hashlib
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import pyarrow as pa
+
+from batchmla.errors import JobError
+from batchmla.jobs.files import InputFile, find_files, read_blocks
+from batchmla.jobs.ids import IdIndex
+from batchmla.jobs.jsonl_source import JsonlSource
+from batchmla.jobs.parquet_source import ParquetSource
+from batchmla.jobs.row import Row
+from batchmla.jobs.settings import InputSettings
+from batchmla.jobs.source import MAX_LISTED, Faults, RowBatch, Scan, Source
+from batchmla.jobs.wording import nearest
+
+__all__ = ["InputFile", "InputTable", "PreScan", "open_input"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreScan:
+    """What is known before weights load. `num_rows` is None while some rows were not reached."""
+
+    num_rows: int | None
+    scanned_rows: int
+    malformed_rows: int  # that will become error rows
+
+
+def open_input(
+    settings: InputSettings, *, malformed: Literal["fail", "row"] = "fail"
+) -> "InputTable":
+    """Find the files and read their footers; `malformed` is `errors.malformed` of the job."""
+    files = find_files(settings)
+    source: Source
+    if files[0].format == "parquet":
+        source = ParquetSource(files, settings.id)
+    else:
+        source = JsonlSource(files, settings.id)
+    return InputTable(source, settings, malformed)
+
+
+class InputTable:
+    """Rows of all files in order. Iterators may be started repeatedly, in one thread at a time."""
+
+    def __init__(
+        self, source: Source, settings: InputSettings, malformed: Literal["fail", "row"]
+    ) -> None:
+        self._source = source
+        self._settings = settings
+        self._malformed = malformed
+        self._ids = IdIndex()
+        self._num_checked = 0  # rows whose ids are in the index
+        self._is_complete = isinstance(source, ParquetSource)
+        self._carried: pa.Schema | None = None
+        self._digest: dict[str, Any] | None = None
+        if isinstance(source, ParquetSource):
+            self._carried = self._choose_carried()
+
+    @property
+    def files(self) -> tuple[InputFile, ...]:
+        """The files in reading order; a row's `file` is a position in it."""
+        return self._source.files
+
+    @property
+    def id_column(self) -> str | None:
+        """The column that names rows; None: rows are named "<file>:<row number>"."""
+        return self._source.id_column
+
+    @property
+    def num_rows(self) -> int | None:
+        """Rows of all files, None while a file is uncounted."""
+        counts = [file.num_rows for file in self.files]
+        return None if None in counts else sum(count for count in counts if count is not None)
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The columns that prompts may use; of JSONL known after `scan`."""
+        return tuple(self._source.schema.names)
+
+    @property
+    def carried(self) -> pa.Schema:
+        """Schema of the columns that go to the output; of JSONL known after `scan`."""
+        assert self._carried is not None, "the columns of JSONL are known after a scan"
+        return self._carried
+
+    def require(self, columns: Iterable[str], field: str) -> None:
+        """Refuse columns that the input lacks; `field` is the key of the job file that asks."""
+        if not self.columns and self.num_rows == 0:
+            return  # JSONL without rows has no columns
+        for name in columns:
+            if name in self.columns:
+                continue
+            near = nearest(name, self.columns)
+            if name == "reasoning_content" and "reasoning" in self.columns:
+                near = "reasoning"
+            hint = f"did you mean {near}?" if near else f"it has {', '.join(self.columns)}"
+            raise JobError(f"{field}: the input has no column {name}; {hint}")
+
+    def _choose_carried(self) -> pa.Schema:
+        schema = self._source.schema
+        if self.id_column is not None:
+            self.require([self.id_column], "input.id")
+        if self._settings.columns is None:
+            return schema
+        self.require(self._settings.columns, "input.columns")
+        names = list(dict.fromkeys(self._settings.columns))
+        if self.id_column is not None and self.id_column not in names:
+            names.insert(0, self.id_column)
+        fields = [schema.field(name) for name in names if name in schema.names]
+        return pa.schema(fields, metadata=schema.metadata)
+
+    def scan(self, mode: Literal["auto", "full"] | None = None, limit_s: float = 30.0) -> PreScan:
+        """Look at the input before weights load; every fault found is in one JobError.
+
+        Of Parquet the id column is read; of JSONL what `limit_s` seconds allow, or with "full"
+        (default: `input.check`) all of it.
+        """
+        mode = mode or self._settings.check
+        self._ids = IdIndex()
+        scan = self._source.scan(self._ids, limit_s=None if mode == "full" else limit_s)
+        self._num_checked = scan.num_rows
+        self._carried = self._choose_carried()
+        problems: list[str] = []
+        if scan.faults.count and self._malformed == "fail":
+            problems.append(scan.faults.text("malformed row"))
+        if scan.num_repeats:
+            problems.append(self._repeats_text(scan))
+        if problems:
+            way_out = "\nerrors.malformed: row makes malformed rows error rows"
+            raise JobError("\n".join(problems) + (way_out if scan.faults.count else ""))
+        return PreScan(
+            num_rows=self.num_rows if scan.is_complete else None,
+            scanned_rows=scan.num_rows,
+            malformed_rows=scan.faults.count,
+        )
+
+    def _repeats_text(self, scan: Scan) -> str:
+        """Each repeated id with its first and its later place; costs a second look at the ids."""
+        missing = {typed_id for typed_id, _ in scan.repeats}
+        first: dict[str | int, str] = {}
+        for typed_id, place in self._source.places():
+            if typed_id in missing:
+                first[typed_id] = place
+                missing.discard(typed_id)
+                if not missing:
+                    break
+        faults = Faults(scan.num_repeats)
+        for typed_id, place in scan.repeats:
+            faults.listed.append(
+                f"{place}: the id {typed_id!r} was already used at {first[typed_id]}"
+            )
+        way_out = "make the ids unique or name another column in input.id"
+        return f"{faults.text('repeated id')}\n{way_out}"
+
+    def rows(
+        self,
+        start: int = 0,
+        limit: int | None = None,
+        columns: Sequence[str] | None = None,
+    ) -> Iterator[list[Row]]:
+        """Rows from index `start` on, at most `limit`, with the values of `columns` (None: all).
+
+        What the scan has not reached is checked here: a malformed row or a repeated id raises
+        JobError, or with errors.malformed: row gives a row with `error` set.
+        """
+        end = None if limit is None else start + limit
+        if limit == 0:
+            return
+        for batch in self._source.rows(min(start, self._num_checked), columns):
+            self._check(batch, end)
+            rows = [row for row in batch.rows if row.index >= start]
+            if end is not None and rows and rows[-1].index >= end:
+                rows = [row for row in rows if row.index < end]
+                if rows:
+                    yield rows
+                return
+            if rows:
+                yield rows
+            if end is not None and batch.rows[-1].index + 1 >= end:
+                return
+
+    def _check(self, batch: RowBatch, end: int | None) -> None:
+        if self._malformed == "fail":
+            faults = Faults()
+            for index, sentence in batch.faults:
+                if end is None or index < end:
+                    faults.add(sentence)
+            if faults.count:
+                way_out = "errors.malformed: row makes malformed rows error rows"
+                raise JobError(f"{faults.text('malformed row')}\n{way_out}")
+        if self.id_column is None:
+            return
+        malformed = {index for index, _ in batch.faults}
+        fresh = [
+            row
+            for row in batch.rows
+            if row.index >= self._num_checked
+            and row.index not in malformed
+            and (end is None or row.index < end)
+        ]
+        if not fresh:
+            return
+        repeated = self._ids.add([row.typed_id for row in fresh])
+        self._num_checked = fresh[-1].index + 1
+        if repeated:
+            scan = Scan(num_repeats=len(repeated))
+            for position in repeated[:MAX_LISTED]:
+                row = fresh[position]
+                scan.repeats.append((row.typed_id, self._place(batch, row)))
+            raise JobError(self._repeats_text(scan))
+
+    def _place(self, batch: RowBatch, row: Row) -> str:
+        if batch.places is not None:
+            return batch.places[row.index]
+        return f"{self.files[row.file].path}, row {row.number} (counted from 0)"
+
+    def carried_batches(self, start: int = 0) -> Iterator[pa.RecordBatch]:
+        """The carried columns from row `start` on, under exactly the schema `carried`.
+
+        A second, sequential read: a file that is no longer the one opened first is refused.
+        """
+        for batch, faults in self._source.carried(self.carried, start):
+            if faults.count and self._malformed == "fail":
+                raise JobError(faults.text("malformed row"))
+            yield batch
+
+    def fingerprint(self) -> dict[str, Any]:
+        """A digest of names and contents as JSON values: equal if and only if the input is.
+
+        It reads every byte once, at about 1 GB/s a core, and is kept.
+        """
+        if self._digest is None:
+            files = [
+                {
+                    "name": file.name,
+                    "size_bytes": file.size_bytes,
+                    "blake2b": _content_digest(file),
+                }
+                for file in self.files
+            ]
+            whole = hashlib.blake2b(digest_size=16)
+            for part in itertools.chain.from_iterable(entry.values() for entry in files):
+                whole.update(f"{part}\0".encode("utf-8", "surrogateescape"))
+            self._digest = {"digest": whole.hexdigest(), "files": files}
+        return self._digest
+
+
+def _content_digest(file: InputFile) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    for block in read_blocks(file):
+        digest.update(block)
+    return digest.hexdigest()

@@ -1,0 +1,91 @@
+"""What a format offers the input table: a scan, rows, and the carried columns."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import pyarrow as pa
+
+from batchmla.jobs.files import InputFile
+from batchmla.jobs.ids import IdIndex
+from batchmla.jobs.row import Row
+
+MAX_LISTED = 20  # faults spelled out in one message
+
+
+@dataclass(slots=True)
+class Faults:
+    """Malformed rows: the first ones as sentences, all of them as a count."""
+
+    count: int = 0
+    listed: list[str] = field(default_factory=list)
+
+    def add(self, sentence: str) -> None:
+        self.count += 1
+        if len(self.listed) < MAX_LISTED:
+            self.listed.append(sentence)
+
+    def text(self, noun: str) -> str:
+        """All of them as lines under one head line."""
+        rest = self.count - len(self.listed)
+        more = [f"and {rest} more"] if rest else []
+        head = f"the input has {self.count} {noun}{'' if self.count == 1 else 's'}"
+        return f"{head}: " + "\n  ".join(["", *self.listed, *more]).lstrip(" ")
+
+
+@dataclass(slots=True)
+class Scan:
+    """What a look at the input found before any weight is loaded."""
+
+    num_rows: int = 0  # looked at
+    is_complete: bool = True
+    faults: Faults = field(default_factory=Faults)
+    repeats: list[tuple[str | int, str]] = field(default_factory=list)  # id and its later place
+    num_repeats: int = 0
+
+    def add_ids(self, index: IdIndex, ids: Sequence[tuple[str | int, str]]) -> None:
+        """Note which of (id, place) repeat an earlier id."""
+        for position in index.add([typed_id for typed_id, _ in ids]):
+            self.num_repeats += 1
+            if len(self.repeats) < MAX_LISTED:
+                self.repeats.append(ids[position])
+
+
+@dataclass(frozen=True, slots=True)
+class RowBatch:
+    """Rows in order; `faults` holds (row index, sentence) of those that are malformed."""
+
+    rows: list[Row]
+    faults: list[tuple[int, str]]
+    places: dict[int, str] | None = None  # row index -> where, when it is not file and number
+
+
+class Source(Protocol):
+    """The files of one format."""
+
+    @property
+    def files(self) -> tuple[InputFile, ...]: ...
+
+    @property
+    def id_column(self) -> str | None: ...
+
+    @property
+    def schema(self) -> pa.Schema:
+        """All columns; of JSONL known after `scan`."""
+        ...
+
+    def scan(self, ids: IdIndex, *, limit_s: float | None) -> Scan:
+        """Look at what is needed before a run; None: at everything."""
+        ...
+
+    def places(self) -> Iterator[tuple[str | int, str]]:
+        """Every readable id with its place, from the first row."""
+        ...
+
+    def rows(self, start: int, columns: Sequence[str] | None) -> Iterator[RowBatch]:
+        """Rows from index `start` on, with the values of `columns` (None: of all)."""
+        ...
+
+    def carried(self, schema: pa.Schema, start: int) -> Iterator[tuple[pa.RecordBatch, Faults]]:
+        """The columns of `schema` from row `start` on, with the malformed rows among them."""
+        ...
