@@ -1,1 +1,26 @@
 """Wiring and names: one family, one file, no import of another family."""
+
+from collections.abc import Mapping
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, cast
+
+from batchmla.errors import JobError
+
+if TYPE_CHECKING:
+    from batchmla.models.base import Family
+
+ARCHITECTURES = {
+    "LlamaForCausalLM": "llama",
+    "DeepseekV3ForCausalLM": "deepseek_v3",
+}
+
+
+def get_family(raw: Mapping[str, Any]) -> "Family":
+    """The family module of a parsed `config.json`, by the first of its `architectures`."""
+    names = raw.get("architectures")
+    known = ", ".join(ARCHITECTURES)
+    if not isinstance(names, list) or not names:
+        raise JobError(f"config.json names no architectures; known are {known}")
+    if names[0] not in ARCHITECTURES:
+        raise JobError(f"architecture {names[0]} of config.json is not known; known are {known}")
+    return cast("Family", import_module(f"batchmla.models.{ARCHITECTURES[names[0]]}"))

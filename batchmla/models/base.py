@@ -11,7 +11,7 @@ from batchmla.kv.layout import KVLayout
 from batchmla.kv.step import Step
 from batchmla.parallel import Par
 from batchmla.placement import Placement
-from batchmla.weights.rules import Rule
+from batchmla.weights.rules import Rule, Skip
 
 Plans = Mapping[str, object]  # attention kind → that flavour's plan, opaque above the flavour
 
@@ -73,4 +73,4 @@ class Family(Protocol):
 
     def build(self, config: Any, par: Par, ops: Ops) -> Model: ...
 
-    def rules(self, config: Any) -> tuple[Rule, ...]: ...
+    def rules(self, config: Any) -> tuple[Rule | Skip, ...]: ...

@@ -1,1 +1,1 @@
-"""The CPU path: the ops of the reference, fast."""
+"""The fast CPU path: few, large torch calls; oneDNN layouts where they pay."""

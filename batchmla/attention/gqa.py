@@ -1,0 +1,95 @@
+"""Grouped-query attention over pages of keys and values.
+
+T tokens, H query heads and K kv heads of this rank, D head dim, M model width.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from batchmla.attention.groups import make_groups
+from batchmla.kernels.ops import Group, Ops, RopeLayout
+from batchmla.kv.cache import LayerCache
+from batchmla.kv.layout import KVPart
+from batchmla.kv.step import Step
+from batchmla.layers.block import Block
+from batchmla.layers.linear import ColLinear, RowLinear
+from batchmla.layers.norm import RmsNorm
+from batchmla.layers.rope import Rope
+from batchmla.parallel import Par
+from batchmla.placement import Placement
+
+KIND = "gqa"
+
+
+def parts(
+    num_kv_heads: int, head_dim: int, kv_dtype: str, placement: Placement
+) -> tuple[KVPart, ...]:
+    """A row of keys and a row of values a token, this rank's heads only."""
+    width = placement.local(num_kv_heads, "kv heads") * head_dim
+    return tuple(KVPart(name=name, width=width, dtype=kv_dtype) for name in ("k", "v"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GqaPlan:
+    """One step's groups and rotations, shared by all layers."""
+
+    groups: tuple[Group, ...]
+    cos_TR: torch.Tensor
+    sin_TR: torch.Tensor
+
+
+def plan(step: Step, rope: Rope, dtype: torch.dtype) -> GqaPlan:
+    """Once a step."""
+    cos_TR, sin_TR = rope.at(step.positions_T)
+    groups = make_groups(step, np.arange(step.num_sequences), dtype)
+    return GqaPlan(groups=groups, cos_TR=cos_TR, sin_TR=sin_TR)
+
+
+class GqaAttention(Block):
+    """q, k and v are one product; `has_head_norms` norms every head of q and k before rotation."""
+
+    def __init__(
+        self,
+        par: Par,
+        ops: Ops,
+        *,
+        width: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        has_qkv_bias: bool = False,
+        head_norm_eps: float | None = None,
+    ) -> None:
+        q_width, kv_width = num_heads * head_dim, num_kv_heads * head_dim
+        self.num_heads = par.placement.local(num_heads, "attention heads")
+        self.num_kv_heads = par.placement.local(num_kv_heads, "kv heads")
+        self.head_dim = head_dim
+        self.qkv = ColLinear(par, ops, width, q_width, kv_width, kv_width, has_bias=has_qkv_bias)
+        self.out = RowLinear(par, ops, q_width, width)
+        self.q_norm = self.k_norm = None
+        if head_norm_eps is not None:
+            self.q_norm = RmsNorm(ops, head_dim, head_norm_eps)
+            self.k_norm = RmsNorm(ops, head_dim, head_norm_eps)
+        self._ops = ops
+        self._scale = head_dim**-0.5
+
+    def forward(
+        self, x_TM: torch.Tensor, step: Step, plan: GqaPlan, cache: LayerCache
+    ) -> torch.Tensor:
+        """[T, M] → [T, M]; writes the step's keys and values first."""
+        heads, kv_heads, ops = self.num_heads, self.num_kv_heads, self._ops
+        qkv_THD = self.qkv.forward(x_TM).view(x_TM.shape[0], heads + 2 * kv_heads, self.head_dim)
+        if self.q_norm is not None and self.k_norm is not None:
+            q_THD = self.q_norm.forward(qkv_THD[:, :heads])
+            k_TKD = self.k_norm.forward(qkv_THD[:, heads : heads + kv_heads])
+            ops.rope(q_THD, plan.cos_TR, plan.sin_TR, RopeLayout.HALVES)
+            ops.rope(k_TKD, plan.cos_TR, plan.sin_TR, RopeLayout.HALVES)
+        else:
+            ops.rope(qkv_THD[:, : heads + kv_heads], plan.cos_TR, plan.sin_TR, RopeLayout.HALVES)
+            q_THD, k_TKD = qkv_THD[:, :heads], qkv_THD[:, heads : heads + kv_heads]
+        ops.write(cache["k"], step.slots_T, k_TKD.flatten(1))
+        ops.write(cache["v"], step.slots_T, qkv_THD[:, heads + kv_heads :].flatten(1))
+        out_TX = ops.gqa(q_THD, cache["k"], cache["v"], plan.groups, self._scale)
+        return self.out.forward(out_TX)

@@ -1,0 +1,131 @@
+"""Cuts a step's sequences into the groups that attention is called for; pure host arithmetic.
+
+S sequences, T tokens, G sequences of a group, Q queries, L keys, B tokens per page.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from batchmla.kernels.ops import Group
+from batchmla.kv.step import HostInts, Step
+
+MAX_DECODE_GROUPS = 4
+GROUP_COST_KEYS = (
+    512  # what one more call costs, in gathered keys (about 60 µs against 0.1 µs a key)
+)
+
+
+def make_groups(step: Step, sequences: HostInts, dtype: torch.dtype) -> tuple[Group, ...]:
+    """Groups that cover `sequences`: those with one query by length, every chunk on its own."""
+    if len(sequences) == 0:
+        return ()
+    queries_S = np.diff(step.host_starts_S1)
+    decodes = sequences[queries_S[sequences] == 1]
+    chunks = sequences[queries_S[sequences] > 1]
+    groups = [
+        _decode_group(step, members, dtype)
+        for members in split_by_length(decodes, step.host_context_S[decodes])
+    ]
+    groups += [_chunk_group(step, int(sequence), dtype) for sequence in chunks]
+    return tuple(groups)
+
+
+def split_by_length(sequences: HostInts, lengths: HostInts) -> Sequence[HostInts]:
+    """At most MAX_DECODE_GROUPS buckets with the least padding plus cost of calls.
+
+    Dynamic programming over the distinct lengths, thinned to 32 of them.
+    """
+    if len(sequences) == 0:
+        return []
+    order = np.argsort(lengths, kind="stable")
+    ordered = lengths[order]
+    if ordered[0] == ordered[-1]:
+        return [sequences]
+    ends = np.flatnonzero(np.diff(ordered, append=-1)) + 1  # a bucket may end after these many
+    if len(ends) > 32:
+        ends = np.unique(ends[np.linspace(0, len(ends) - 1, 32).astype(np.int64)])
+    starts = np.concatenate(([0], ends[:-1]))
+    counts = ends[None, :] - starts[:, None]
+    cost = np.where(
+        counts > 0, counts * ordered[ends - 1] + GROUP_COST_KEYS, np.iinfo(np.int64).max
+    )
+    best = cost[0].astype(np.float64)
+    tables: list[HostInts] = []
+    for _ in range(MAX_DECODE_GROUPS - 1):
+        # choices[j, i]: buckets before end j at their best, then one bucket from j to i
+        choices = np.concatenate((best[None, :], best[:-1, None] + cost[1:].astype(np.float64)))
+        tables.append(choices.argmin(axis=0))
+        best = choices.min(axis=0)
+    cuts, at = [len(ends) - 1], len(ends) - 1
+    for table in reversed(tables):
+        if table[at]:
+            at = int(table[at]) - 1
+            cuts.append(at)
+    borders = [0, *(int(ends[cut]) for cut in reversed(cuts))]
+    return [
+        np.sort(sequences[order[first:last]])
+        for first, last in zip(borders[:-1], borders[1:], strict=True)
+    ]
+
+
+def _decode_group(step: Step, sequences: HostInts, dtype: torch.dtype) -> Group:
+    device = step.tokens_T.device
+    lengths = step.host_context_S[sequences]
+    num_keys = int(lengths.max())
+    bias = None
+    if lengths.min() < num_keys:
+        seen_GL = np.arange(num_keys) < lengths[:, None]
+        bias = _bias(torch.from_numpy(seen_GL).to(device)[:, None], dtype)
+    return _group(step, sequences, step.host_starts_S1[sequences], 1, num_keys, bias)
+
+
+def _chunk_group(step: Step, sequence: int, dtype: torch.dtype) -> Group:
+    start, end = (int(row) for row in step.host_starts_S1[sequence : sequence + 2])
+    num_queries, num_keys = end - start, int(step.host_context_S[sequence])
+    bias = None
+    if num_keys > num_queries:
+        device = step.tokens_T.device
+        visible_Q = torch.arange(num_keys - num_queries + 1, num_keys + 1, device=device)
+        seen_QL = torch.arange(num_keys, device=device) < visible_Q[:, None]
+        bias = _bias(seen_QL[None], dtype)
+    rows = np.arange(start, end)
+    return _group(step, np.array([sequence]), rows, num_queries, num_keys, bias)
+
+
+def _bias(seen_GQL: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    bias = torch.zeros(seen_GQL.shape, dtype=dtype, device=seen_GQL.device)
+    return bias.masked_fill_(~seen_GQL, float("-inf"))
+
+
+def _group(
+    step: Step,
+    sequences: HostInts,
+    rows: HostInts,
+    num_queries: int,
+    num_keys: int,
+    bias_GQL: torch.Tensor | None,
+) -> Group:
+    device = step.tokens_T.device
+    num_pages = -(-num_keys // step.page_tokens)
+    if len(sequences) == step.num_sequences:
+        pages_GP = step.pages_SP[:, :num_pages]
+    else:
+        pages_GP = step.pages_SP[torch.from_numpy(sequences).to(device), :num_pages]
+    first_page = None
+    if len(sequences) == 1 and device.type == "cpu":
+        ids = pages_GP[0].numpy()
+        if num_pages == 1 or bool((np.diff(ids) == 1).all()):
+            first_page = int(ids[0])
+    return Group(
+        num_sequences=len(sequences),
+        num_queries=num_queries,
+        num_keys=num_keys,
+        rows_N=torch.from_numpy(rows).to(device),
+        pages_GP=pages_GP,
+        bias_GQL=bias_GQL,
+        is_causal=num_queries > 1 and bias_GQL is None,
+        is_every_row=len(rows) == int(step.host_starts_S1[-1]),
+        first_page=first_page,
+    )

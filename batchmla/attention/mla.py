@@ -1,0 +1,120 @@
+"""Multi-head latent attention over pages of latent rows (DeepSeek-V2 report, section 2.1).
+
+T tokens, H heads of this rank, N no-rope width, R rope width, W value width, C latent width, M model
+width. A cached row is the normed latent [C] followed by the rotated shared key [R].
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+import numpy as np
+import torch
+
+from batchmla.attention.groups import make_groups
+from batchmla.kernels.ops import Group, MlaDims, Ops, PackKind, RopeLayout
+from batchmla.kv.cache import LayerCache
+from batchmla.kv.layout import KVPart
+from batchmla.kv.step import HostInts, Step
+from batchmla.layers.block import Block, Weight
+from batchmla.layers.linear import ColLinear, Linear, RowLinear
+from batchmla.layers.norm import RmsNorm
+from batchmla.layers.rope import Rope
+from batchmla.parallel import Par
+
+KIND = "mla"
+
+
+class MlaForms(StrEnum):
+    """Which form serves a chunk."""
+
+    CHEAPEST = "cheapest"  # by the multiply-adds of the chunk
+    ABSORBED = "absorbed"
+    EXPANDED = "expanded"
+
+
+def parts(latent: int, rope: int, kv_dtype: str) -> tuple[KVPart, ...]:
+    """One latent row a token, the same on every rank."""
+    return (KVPart(name="latent", width=latent + rope, dtype=kv_dtype),)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MlaPlan:
+    """One step's groups and rotations, shared by all layers."""
+
+    absorbed: tuple[Group, ...]
+    expanded: tuple[Group, ...]
+    cos_TR: torch.Tensor
+    sin_TR: torch.Tensor
+
+
+def is_expansion_cheaper(queries_S: HostInts, context_S: HostInts, dims: MlaDims) -> HostInts:
+    """Per sequence, by multiply-adds a head: scores and values of every visible pair, plus either the
+    expansion of each key once a chunk, or the two projections of each query."""
+    pairs_S = queries_S * (context_S - queries_S) + queries_S * (queries_S + 1) // 2
+    up = dims.latent * (dims.nope + dims.value)
+    expanded_S = pairs_S * (dims.nope + dims.rope + dims.value) + context_S * up
+    absorbed_S = pairs_S * (2 * dims.latent + dims.rope) + queries_S * up
+    return expanded_S < absorbed_S
+
+
+def plan(step: Step, rope: Rope, dims: MlaDims, forms: MlaForms, dtype: torch.dtype) -> MlaPlan:
+    """Once a step."""
+    everyone = np.arange(step.num_sequences)
+    if forms is MlaForms.CHEAPEST:
+        queries_S = np.diff(step.host_starts_S1)
+        is_expanded_S = is_expansion_cheaper(queries_S, step.host_context_S, dims)
+    else:
+        is_expanded_S = np.full(len(everyone), forms is MlaForms.EXPANDED)
+    cos_TR, sin_TR = rope.at(step.positions_T)
+    return MlaPlan(
+        absorbed=make_groups(step, everyone[~is_expanded_S], dtype),
+        expanded=make_groups(step, everyone[is_expanded_S], dtype),
+        cos_TR=cos_TR,
+        sin_TR=sin_TR,
+    )
+
+
+class MlaAttention(Block):
+    """The query's and the latent's down-projections are one product.
+
+    `kv_b` is held plain, read in place as UK [H, N, C] and UV [H, W, C] by the absorbed form, and where
+    the back end lays linears out also laid out, for the expanded form.
+    """
+
+    def __init__(
+        self, par: Par, ops: Ops, *, width: int, query_rank: int | None, dims: MlaDims, eps: float
+    ) -> None:
+        """`dims` are this rank's; `query_rank` None projects queries straight from the input."""
+        all_heads = dims.heads * par.placement.tensor
+        head_width = dims.nope + dims.rope
+        first = query_rank or dims.heads * head_width
+        self.dims = dims
+        self.down = Linear(ops, width, first, dims.latent + dims.rope)
+        self.q_norm = self.q_up = None
+        if query_rank is not None:
+            self.q_norm = RmsNorm(ops, query_rank, eps)
+            self.q_up = ColLinear(par, ops, query_rank, all_heads * head_width)
+        self.latent_norm = RmsNorm(ops, dims.latent, eps)
+        self.kv_b = Weight(dims.heads * (dims.nope + dims.value), dims.latent, kind=PackKind.LATENT)
+        self.out = RowLinear(par, ops, all_heads * dims.value, width)
+        self._ops = ops
+        self._first = first
+        self._head_width = head_width
+
+    def forward(
+        self, x_TM: torch.Tensor, step: Step, plan: MlaPlan, cache: LayerCache
+    ) -> torch.Tensor:
+        """[T, M] → [T, M]; writes the step's latent rows first."""
+        ops, dims, latent = self._ops, self.dims, cache["latent"]
+        down_TX = self.down.forward(x_TM)
+        ops.write_latent(
+            latent, step.slots_T, down_TX[:, self._first :], self.latent_norm.weight.tensor,
+            self.latent_norm.eps, plan.cos_TR, plan.sin_TR,
+        )  # fmt: skip
+        q_TX = down_TX[:, : self._first]
+        if self.q_norm is not None and self.q_up is not None:
+            q_TX = self.q_up.forward(self.q_norm.forward(q_TX))
+        q_THD = q_TX.unflatten(1, (dims.heads, self._head_width))
+        ops.rope(q_THD[..., dims.nope :], plan.cos_TR, plan.sin_TR, RopeLayout.INTERLEAVED)
+        out_TX = ops.mla(q_THD, latent, self.kv_b.packed, plan.absorbed, plan.expanded, dims)
+        return self.out.forward(out_TX)

@@ -1,0 +1,73 @@
+"""Weights as named places, and the tree of blocks that holds them; knows no checkpoint."""
+
+from collections.abc import Iterator
+
+import torch
+
+from batchmla.kernels.ops import Ops, Packed, PackKind
+
+
+class Weight:
+    """A place for one tensor of this rank; empty until it is filled.
+
+    `is_float32` keeps the values in float32 whatever the model's dtype. `active_share` is the share of
+    the elements that one token uses. A `tied` weight takes its values from another one.
+    """
+
+    def __init__(
+        self,
+        *shape: int,
+        kind: PackKind = PackKind.PLAIN,
+        is_float32: bool = False,
+        active_share: float = 1.0,
+        tied: "Weight | None" = None,
+    ) -> None:
+        self.shape = shape
+        self.kind = kind
+        self.is_float32 = is_float32
+        self.active_share = active_share
+        self.tied = tied
+        self.packed: Packed
+        self.tensor: torch.Tensor  # PLAIN weights only
+
+    @property
+    def numel(self) -> int:
+        """Elements on this rank."""
+        count = 1
+        for length in self.shape:
+            count *= length
+        return count
+
+    def dtype(self, model_dtype: torch.dtype) -> torch.dtype:
+        """The dtype the values are held in."""
+        return torch.float32 if self.is_float32 else model_dtype
+
+    def fill(self, tensor: torch.Tensor, ops: Ops) -> None:
+        """Packs the values; the caller drops `tensor`."""
+        assert tuple(tensor.shape) == self.shape, f"{tuple(tensor.shape)} into {self.shape}"
+        self.packed = ops.pack(self.kind, tensor)
+        if self.kind is PackKind.PLAIN:
+            self.tensor = tensor
+
+    @property
+    def is_filled(self) -> bool:
+        return hasattr(self, "packed")
+
+
+class Block:
+    """A part of a model; its weights are found by walking its attributes."""
+
+    def named_weights(self, prefix: str = "") -> Iterator[tuple[str, Weight]]:
+        """Dotted names, as the rules' targets spell them."""
+        for name, value in vars(self).items():
+            yield from _walk(value, f"{prefix}{name}")
+
+
+def _walk(value: object, name: str) -> Iterator[tuple[str, Weight]]:
+    if isinstance(value, Weight):
+        yield name, value
+    elif isinstance(value, Block):
+        yield from value.named_weights(f"{name}.")
+    elif isinstance(value, tuple):
+        for index, item in enumerate(value):
+            yield from _walk(item, f"{name}.{index}")

@@ -1,0 +1,82 @@
+"""The loop that all pre-norm decoders share: embed, layers, final norm, head.
+
+T tokens, N rows whose logits are wanted, M model width, V vocabulary.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from batchmla.kernels.ops import Ops
+from batchmla.kv.cache import LayerCache
+from batchmla.kv.step import Step
+from batchmla.layers.block import Block
+from batchmla.layers.embed import Embedding, Head
+from batchmla.layers.norm import RmsNorm
+from batchmla.models.base import Plans
+
+
+class Attention(Protocol):
+    """An attention flavour's module; `plan` is that flavour's own."""
+
+    def forward(
+        self, x_TM: torch.Tensor, step: Step, plan: Any, cache: LayerCache
+    ) -> torch.Tensor: ...
+
+
+class Ffn(Protocol):
+    """What follows attention in a layer."""
+
+    def forward(self, x_TM: torch.Tensor) -> torch.Tensor: ...
+
+
+class Layer(Block):
+    """x += attention(norm x); x += ffn(norm x), with the residual kept beside the last output."""
+
+    def __init__(
+        self, ops: Ops, width: int, eps: float, kind: str, attention: Attention, ffn: Ffn
+    ) -> None:
+        self.kind = kind
+        self.attention_norm = RmsNorm(ops, width, eps)
+        self.attention = attention
+        self.ffn_norm = RmsNorm(ops, width, eps)
+        self.ffn = ffn
+
+
+class Decoder(Block):
+    """A whole model on one rank. `plan_step` makes one plan per attention kind."""
+
+    def __init__(
+        self,
+        embed: Embedding,
+        layers: tuple[Layer, ...],
+        norm: RmsNorm,
+        head: Head,
+        plan_step: Callable[[Step, torch.dtype], Plans],
+    ) -> None:
+        self.embed = embed
+        self.layers = layers
+        self.norm = norm
+        self.head = head
+        self._plan_step = plan_step
+
+    def plan(self, step: Step) -> Plans:
+        """Once a step, not per layer."""
+        return self._plan_step(step, self.embed.weight.tensor.dtype)
+
+    def forward(self, step: Step, plans: Plans, cache: Sequence[LayerCache]) -> torch.Tensor:
+        """Writes the step's rows into the cache; hidden_TM after the final norm."""
+        residual_TM = self.embed.forward(step.tokens_T)
+        x_TM = self.layers[0].attention_norm.forward(residual_TM)
+        for index, layer in enumerate(self.layers):
+            if index:
+                x_TM, residual_TM = layer.attention_norm.add(x_TM, residual_TM)
+            x_TM = layer.attention.forward(x_TM, step, plans[layer.kind], cache[index])
+            x_TM, residual_TM = layer.ffn_norm.add(x_TM, residual_TM)
+            x_TM = layer.ffn.forward(x_TM)
+        return self.norm.add(x_TM, residual_TM)[0]
+
+    def logits(self, hidden_NM: torch.Tensor) -> torch.Tensor:
+        """float32 [N, V]."""
+        return self.head.forward(hidden_NM)

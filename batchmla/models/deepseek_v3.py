@@ -1,0 +1,279 @@
+"""DeepSeek V3, R1 and V3.1: latent attention, sigmoid-routed experts (DeepSeek-V3 report)."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from batchmla.attention import mla
+from batchmla.errors import JobError
+from batchmla.kernels.ops import MlaDims, Ops, RouterDims
+from batchmla.kv.layout import KVLayout
+from batchmla.kv.step import Step
+from batchmla.layers.embed import Embedding, Head
+from batchmla.layers.mlp import GatedMlp
+from batchmla.layers.moe import Moe
+from batchmla.layers.norm import RmsNorm
+from batchmla.layers.rope import Rope, RopeSpec
+from batchmla.models.base import Plans
+from batchmla.models.decoder import Decoder, Layer
+from batchmla.models.hf import Fields, read_rope
+from batchmla.parallel import Par
+from batchmla.placement import Placement
+from batchmla.weights.rules import Rule, Skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config:
+    """One model. `query_rank` None: queries are projected from the input at once."""
+
+    num_layers: int
+    num_dense_layers: int
+    vocab_size: int
+    max_positions: int
+    width: int
+    ffn_width: int
+    expert_width: int
+    num_experts: int
+    num_shared: int
+    router: RouterDims
+    num_heads: int
+    query_rank: int | None
+    attention: MlaDims  # of all heads
+    eps: float
+    rope: RopeSpec
+    is_tied: bool
+    num_mtp_layers: int
+    dtype: str
+    quantization: str | None
+
+    @staticmethod
+    def from_hf(raw: Mapping[str, Any]) -> "Config":
+        """Reads `config.json`; what this family cannot compute is refused by name."""
+        fields = Fields(raw)
+        fields.require("hidden_act", "silu")
+        fields.require("attention_bias", False)
+        fields.require("rope_interleave", True)
+        fields.require("scoring_func", "sigmoid")
+        fields.require("topk_method", "noaux_tc")
+        fields.require("moe_layer_freq", 1)
+        num_heads, rope_width = (
+            fields.integer("num_attention_heads"),
+            fields.integer("qk_rope_head_dim"),
+        )
+        nope = fields.integer("qk_nope_head_dim")
+        rope, score_factor = read_rope(fields, rope_width)
+        num_layers = fields.integer("num_hidden_layers")
+        return Config(
+            num_layers=num_layers,
+            num_dense_layers=min(fields.count("first_k_dense_replace", 3), num_layers),
+            vocab_size=fields.integer("vocab_size"),
+            max_positions=fields.integer("max_position_embeddings"),
+            width=fields.integer("hidden_size"),
+            ffn_width=fields.integer("intermediate_size"),
+            expert_width=fields.integer("moe_intermediate_size"),
+            num_experts=fields.integer("n_routed_experts"),
+            num_shared=fields.count("n_shared_experts", 1),
+            router=_read_router(fields),
+            num_heads=num_heads,
+            query_rank=fields.optional("q_lora_rank"),
+            attention=MlaDims(
+                heads=num_heads,
+                nope=nope,
+                rope=rope_width,
+                value=fields.integer("v_head_dim"),
+                latent=fields.integer("kv_lora_rank"),
+                scale=(nope + rope_width) ** -0.5 * score_factor,
+            ),
+            eps=fields.number("rms_norm_eps", 1e-6),
+            rope=rope,
+            is_tied=fields.flag("tie_word_embeddings", False),
+            num_mtp_layers=fields.count("num_nextn_predict_layers", 1),
+            dtype=fields.dtype(),
+            quantization=fields.quantization(),
+        )
+
+    @property
+    def attention_kinds(self) -> tuple[str, ...]:
+        """Every layer alike."""
+        return (mla.KIND,) * self.num_layers
+
+    @property
+    def mha_row_width(self) -> int:
+        """Expanded keys and values of every head."""
+        return self.num_heads * (self.attention.nope + self.attention.rope + self.attention.value)
+
+
+def _read_router(fields: Fields) -> RouterDims:
+    num_experts, active = fields.integer("n_routed_experts"), fields.integer("num_experts_per_tok")
+    groups, kept = fields.integer("n_group", 1), fields.integer("topk_group", 1)
+    if num_experts % groups or kept > groups:
+        raise JobError(
+            f"config.json: {num_experts} experts in n_group {groups} with topk_group {kept} do not divide"
+        )
+    if active > num_experts // groups * kept:
+        raise JobError(
+            f"config.json: num_experts_per_tok {active} exceeds the "
+            f"{num_experts // groups * kept} experts of topk_group {kept}"
+        )
+    return RouterDims(
+        active=active,
+        groups=groups,
+        kept_groups=kept,
+        normalise=fields.flag("norm_topk_prob", True),
+        scale=fields.number("routed_scaling_factor", 1.0),
+    )
+
+
+def layout(config: Config, kv_dtype: str, placement: Placement, page_tokens: int) -> KVLayout:
+    """One latent row a layer, whatever the placement."""
+    parts = mla.parts(config.attention.latent, config.attention.rope, kv_dtype)
+    return KVLayout(layers=(parts,) * config.num_layers, page_tokens=page_tokens)
+
+
+class DeepseekV3(Decoder):
+    """`mla_forms` is what `plan` chooses from; a caller may pin one."""
+
+    mla_forms: mla.MlaForms
+
+
+def build(config: Config, par: Par, ops: Ops) -> DeepseekV3:
+    """The model with empty weights."""
+    rope, whole = Rope(config.rope), config.attention
+    dims = MlaDims(
+        heads=par.placement.local(config.num_heads, "attention heads"),
+        nope=whole.nope,
+        rope=whole.rope,
+        value=whole.value,
+        latent=whole.latent,
+        scale=whole.scale,
+    )
+
+    def plan_step(step: Step, dtype: torch.dtype) -> Plans:
+        return {mla.KIND: mla.plan(step, rope, dims, model.mla_forms, dtype)}
+
+    def build_layer(index: int) -> Layer:
+        attention = mla.MlaAttention(
+            par, ops, width=config.width, query_rank=config.query_rank, dims=dims, eps=config.eps
+        )
+        ffn = _build_moe(config, par, ops) if index >= config.num_dense_layers else GatedMlp(
+            par, ops, config.width, config.ffn_width
+        )  # fmt: skip
+        return Layer(ops, config.width, config.eps, mla.KIND, attention, ffn)
+
+    embed = Embedding(par, config.vocab_size, config.width)
+    head = Head(par, ops, config.vocab_size, config.width, embed if config.is_tied else None)
+    layers = tuple(build_layer(index) for index in range(config.num_layers))
+    model = DeepseekV3(embed, layers, RmsNorm(ops, config.width, config.eps), head, plan_step)
+    model.mla_forms = mla.MlaForms.CHEAPEST
+    return model
+
+
+def _build_moe(config: Config, par: Par, ops: Ops) -> Moe:
+    return Moe(
+        par,
+        ops,
+        width=config.width,
+        num_experts=config.num_experts,
+        expert_width=config.expert_width,
+        shared_width=config.num_shared * config.expert_width,
+        router=config.router,
+    )
+
+
+def rules(config: Config) -> tuple[Rule | Skip, ...]:
+    """Hugging Face's names."""
+    width, vocab = config.width, config.vocab_size
+    found: list[Rule | Skip] = [
+        Rule(source="model.embed_tokens.weight", target="embed.weight", shape=(vocab, width),
+             shard_axis=0),
+        Rule(source="model.norm.weight", target="norm.weight", shape=(width,)),
+        Skip(pattern=r"model\.layers\.(\d+)\..*", from_layer=config.num_layers,
+             reason="multi-token prediction is not used"),
+        Skip(pattern=r".*\.rotary_emb\.inv_freq", reason="rotary frequencies are computed"),
+    ]  # fmt: skip
+    if config.is_tied:
+        found.append(Skip(pattern=r"lm_head\.weight", reason="the head is tied to the embedding"))
+    else:
+        found.append(
+            Rule(source="lm_head.weight", target="head.weight", shape=(vocab, width), shard_axis=0)
+        )
+    return (*found, *_attention_rules(config), *_ffn_rules(config))
+
+
+def _rule(
+    layers: range, source: str, target: str, shape: tuple[int, ...],
+    shard_axis: int | None = None, num_experts: int = 1,
+) -> Rule:  # fmt: skip
+    return Rule(
+        source=f"model.layers.{{layer}}.{source}",
+        target=f"layers.{{layer}}.{target}",
+        shape=shape,
+        shard_axis=shard_axis,
+        layers=layers,
+        num_experts=num_experts,
+    )
+
+
+def _attention_rules(config: Config) -> list[Rule]:
+    layers, width, dims, rank = (
+        range(config.num_layers), config.width, config.attention, config.query_rank,
+    )  # fmt: skip
+    q_rows, attn = dims.heads * (dims.nope + dims.rope), "self_attn"
+    found = [
+        _rule(layers, "input_layernorm.weight", "attention_norm.weight", (width,)),
+        _rule(layers, "post_attention_layernorm.weight", "ffn_norm.weight", (width,)),
+    ]
+    if rank is None:
+        found.append(
+            _rule(layers, f"{attn}.q_proj.weight", "attention.down.weight", (q_rows, width), 0)
+        )
+    else:
+        found += [
+            _rule(layers, f"{attn}.q_a_proj.weight", "attention.down.weight", (rank, width)),
+            _rule(layers, f"{attn}.q_a_layernorm.weight", "attention.q_norm.weight", (rank,)),
+            _rule(layers, f"{attn}.q_b_proj.weight", "attention.q_up.weight", (q_rows, rank), 0),
+        ]
+    return [
+        *found,
+        _rule(layers, f"{attn}.kv_a_proj_with_mqa.weight", "attention.down.weight",
+              (dims.latent + dims.rope, width)),
+        _rule(layers, f"{attn}.kv_a_layernorm.weight", "attention.latent_norm.weight", (dims.latent,)),
+        _rule(layers, f"{attn}.kv_b_proj.weight", "attention.kv_b",
+              (dims.heads * (dims.nope + dims.value), dims.latent), 0),
+        _rule(layers, f"{attn}.o_proj.weight", "attention.out.weight",
+              (width, dims.heads * dims.value), 1),
+    ]  # fmt: skip
+
+
+def _ffn_rules(config: Config) -> list[Rule]:
+    dense = range(config.num_dense_layers)
+    sparse = range(config.num_dense_layers, config.num_layers)
+    width, experts, expert_width = config.width, config.num_experts, config.expert_width
+    found = []
+    for name in ("gate", "up"):
+        found += [
+            _rule(dense, f"mlp.{name}_proj.weight", "ffn.up.weight", (config.ffn_width, width), 0),
+            _rule(sparse, f"mlp.experts.{{expert}}.{name}_proj.weight", "ffn.experts_up",
+                  (expert_width, width), 0, experts),
+        ]  # fmt: skip
+    found += [
+        _rule(dense, "mlp.down_proj.weight", "ffn.down.weight", (width, config.ffn_width), 1),
+        _rule(sparse, "mlp.experts.{expert}.down_proj.weight", "ffn.experts_down",
+              (width, expert_width), 1, experts),
+        _rule(sparse, "mlp.gate.weight", "ffn.router.weight", (experts, width)),
+        _rule(sparse, "mlp.gate.e_score_correction_bias", "ffn.router.bias", (experts,)),
+    ]  # fmt: skip
+    shared = config.num_shared * expert_width
+    if shared:
+        found += [
+            _rule(sparse, f"mlp.shared_experts.{name}_proj.weight", "ffn.shared.up.weight",
+                  (shared, width), 0)
+            for name in ("gate", "up")
+        ]  # fmt: skip
+        found.append(
+            _rule(sparse, "mlp.shared_experts.down_proj.weight", "ffn.shared.down.weight",
+                  (width, shared), 1)
+        )  # fmt: skip
+    return found

@@ -1,0 +1,123 @@
+"""Reads a Hugging Face `config.json` strictly: what matters is there, understood, or refused by name."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from batchmla.errors import JobError
+from batchmla.layers.rope import RopeKind, RopeSpec, yarn_magnitude
+
+DTYPES = ("bfloat16", "float16", "float32")
+
+
+class Fields:
+    """Typed access to the fields of one config."""
+
+    def __init__(self, raw: Mapping[str, Any], where: str = "config.json") -> None:
+        self.raw = raw
+        self.where = where
+
+    def integer(self, name: str, default: int | None = None) -> int:
+        """A positive integer."""
+        value = self.raw.get(name)
+        if value is None and default is not None:
+            return default
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise JobError(f"{self.where}: {name} must be a positive integer, not {value!r}")
+        return value
+
+    def optional(self, name: str) -> int | None:
+        """A positive integer, or None where it is null or absent."""
+        return None if self.raw.get(name) is None else self.integer(name)
+
+    def count(self, name: str, default: int) -> int:
+        """An integer that may be 0."""
+        return 0 if self.raw.get(name) == 0 else self.integer(name, default)
+
+    def number(self, name: str, default: float | None = None) -> float:
+        """A finite positive number."""
+        value = self.raw.get(name)
+        if value is None and default is not None:
+            return default
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e30:
+            raise JobError(f"{self.where}: {name} must be a positive number, not {value!r}")
+        return float(value)
+
+    def flag(self, name: str, default: bool) -> bool:
+        """true or false."""
+        value = self.raw.get(name)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            raise JobError(f"{self.where}: {name} must be true or false, not {value!r}")
+        return value
+
+    def require(self, name: str, *allowed: Any) -> None:
+        """Refuses every value but the allowed ones; an absent or null field means the first."""
+        value = self.raw.get(name)
+        if value is not None and value not in allowed:
+            listed = " or ".join(repr(each) for each in allowed)
+            raise JobError(f"{self.where}: {name} {value!r} is not supported, only {listed}")
+
+    def dtype(self) -> str:
+        """`dtype`, or `torch_dtype` as older files spell it; float32 where neither is given."""
+        value = self.raw.get("dtype") or self.raw.get("torch_dtype") or "float32"
+        if value not in DTYPES:
+            raise JobError(f"{self.where}: dtype {value!r} is not one of {', '.join(DTYPES)}")
+        return str(value)
+
+    def quantization(self) -> str | None:
+        """The method of `quantization_config`, None without one."""
+        value = self.raw.get("quantization_config")
+        if value is None:
+            return None
+        if not isinstance(value, Mapping) or not isinstance(value.get("quant_method"), str):
+            raise JobError(f"{self.where}: quantization_config names no quant_method: {value!r}")
+        return str(value["quant_method"])
+
+
+def read_rope(fields: Fields, width: int) -> tuple[RopeSpec, float]:
+    """The angles, and the factor of YaRN's `mscale_all_dim` on scores' magnitude (1 without it).
+
+    `rope_parameters` holds what `rope_scaling` and `rope_theta` hold in older files.
+    """
+    raw = fields.raw.get("rope_parameters") or fields.raw.get("rope_scaling") or {}
+    if not isinstance(raw, Mapping):
+        raise JobError(f"{fields.where}: rope_parameters must be an object, not {raw!r}")
+    rope = Fields(raw, f"{fields.where}: rope_parameters")
+    theta = rope.number("rope_theta", fields.number("rope_theta", 10000.0))
+    rope.require("partial_rotary_factor", 1.0)
+    kind = raw.get("rope_type") or raw.get("type") or "default"
+    if kind == "default":
+        return RopeSpec(width=width, theta=theta), 1.0
+    if kind == "llama3":
+        low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
+        if high <= low:
+            raise JobError(f"{rope.where}: high_freq_factor must exceed low_freq_factor")
+        spec = RopeSpec(
+            width=width, theta=theta, kind=RopeKind.LLAMA3, factor=rope.number("factor"),
+            original_positions=rope.integer("original_max_position_embeddings"),
+            low_freq_factor=low, high_freq_factor=high,
+        )  # fmt: skip
+        return spec, 1.0
+    if kind == "yarn":
+        return _read_yarn(rope, width, theta)
+    known = ", ".join(RopeKind)
+    raise JobError(f"{rope.where}: rope type {kind!r} is not supported; known are {known}")
+
+
+def _read_yarn(rope: Fields, width: int, theta: float) -> tuple[RopeSpec, float]:
+    """cos and sin carry m(mscale) / m(mscale_all_dim), scores m(mscale_all_dim)²."""
+    factor = rope.number("factor")
+    mscale, all_dim = (rope.raw.get(name) or 0.0 for name in ("mscale", "mscale_all_dim"))
+    if mscale and all_dim:
+        multiplier = yarn_magnitude(factor, mscale) / yarn_magnitude(factor, all_dim)
+    else:
+        multiplier = yarn_magnitude(factor, 1.0)
+    spec = RopeSpec(
+        width=width, theta=theta, kind=RopeKind.YARN, factor=factor,
+        original_positions=rope.integer("original_max_position_embeddings"),
+        beta_fast=rope.number("beta_fast", 32.0), beta_slow=rope.number("beta_slow", 1.0),
+        is_truncated=rope.flag("truncate", True),
+        multiplier=rope.number("attention_factor", multiplier),
+    )  # fmt: skip
+    return spec, yarn_magnitude(factor, all_dim) ** 2 if all_dim else 1.0

@@ -1,0 +1,32 @@
+"""Parameters and bytes of a built model, from shapes alone: nothing is allocated."""
+
+from dataclasses import dataclass
+
+import torch
+
+from batchmla.kernels.ops import Ops
+from batchmla.layers.block import Block
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightCount:
+    """`total` and `active` count a tied weight once; `weights_bytes` is what packing leaves in memory."""
+
+    total: int
+    active: int
+    weights_bytes: int
+
+
+def count_weights(model: Block, ops: Ops, dtype: torch.dtype) -> WeightCount:
+    """Of this rank; with one rank, of the whole model."""
+    total, active, weights_bytes = 0, 0.0, 0.0
+    for _, weight in model.named_weights():
+        held = weight.dtype(dtype)
+        copies = ops.copies(weight.kind, held)
+        if weight.tied is None:
+            total += weight.numel
+            active += weight.numel * weight.active_share
+        elif copies == ops.copies(weight.tied.kind, held) == 1.0:
+            continue  # the same tensor serves both
+        weights_bytes += weight.numel * held.itemsize * copies
+    return WeightCount(total=total, active=round(active), weights_bytes=round(weights_bytes))

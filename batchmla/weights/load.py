@@ -1,0 +1,106 @@
+"""Fills a built model from a checkpoint or with random values: slice, cast, pack, free."""
+
+import hashlib
+import logging
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from batchmla.errors import JobError
+from batchmla.kernels.ops import Ops
+from batchmla.layers.block import Block, Weight
+from batchmla.placement import Placement
+from batchmla.weights.checkpoint import FLOATS, Checkpoint
+from batchmla.weights.rules import Piece, Rule, Skip, expand
+
+logger = logging.getLogger(__name__)
+
+MAX_LISTED = 1000
+
+
+def check(checkpoint: Checkpoint, rules: Sequence[Rule | Skip], placement: Placement) -> None:
+    """Every missing, unexpected, mis-shaped or unreadable tensor in one `JobError`."""
+    wanted = {piece.source: piece.shape for piece in expand(rules, placement)}
+    entries = checkpoint.entries
+    skips = [rule for rule in rules if isinstance(rule, Skip)]
+    skipped: dict[Skip, int] = {}
+    faults = [f"{name} is missing" for name in wanted if name not in entries]
+    for name, entry in entries.items():
+        if name not in wanted:
+            skip = next((skip for skip in skips if skip.covers(name)), None)
+            if skip is None:
+                faults.append(f"{name} is unexpected")
+            else:
+                skipped[skip] = skipped.get(skip, 0) + 1
+        elif entry.shape != wanted[name]:
+            faults.append(f"{name} has shape {list(entry.shape)}, not {list(wanted[name])}")
+        elif entry.dtype not in FLOATS:
+            faults.append(f"{name} is {entry.dtype}: quantised weights cannot be loaded yet")
+    if faults:
+        more = f"; and {len(faults) - MAX_LISTED} more" if len(faults) > MAX_LISTED else ""
+        raise JobError(
+            f"the weights in {checkpoint.folder} do not fit config.json ({len(faults)} faults): "
+            + "; ".join(faults[:MAX_LISTED])
+            + more
+        )
+    for skip, count in skipped.items():
+        logger.info("skipped %d tensors: %s", count, skip.reason)
+
+
+def load(
+    model: Block,
+    checkpoint: Checkpoint,
+    rules: Sequence[Rule | Skip],
+    placement: Placement,
+    ops: Ops,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> None:
+    """Reads this rank's slices, weight by weight; `check` must have passed."""
+    weights = dict(model.named_weights())
+    by_target: dict[str, list[Piece]] = {}
+    for piece in expand(rules, placement):
+        by_target.setdefault(piece.target, []).append(piece)
+    for target, pieces in by_target.items():
+        weight = weights[target]
+        tensor = torch.empty(weight.shape, dtype=weight.dtype(dtype), device=device)
+        row_of: dict[int | None, int] = {}
+        for piece in pieces:
+            part = checkpoint.read(piece.source, piece.slices)
+            row = row_of.get(piece.expert, 0)
+            place = tensor if piece.expert is None else tensor[piece.expert]
+            place[row : row + part.shape[0]].copy_(part)
+            row_of[piece.expert] = row + part.shape[0]
+        rows = weight.shape[0] if pieces[0].expert is None else weight.shape[1]
+        assert set(row_of.values()) == {rows}, f"{target}: {row_of} rows of {rows}"
+        weight.fill(tensor, ops)
+    checkpoint.close()
+    fill_tied(weights.values(), ops)
+    empty = [name for name, weight in weights.items() if not weight.is_filled]
+    assert not empty, f"no rule fills {empty}"
+
+
+def fill_tied(weights: Iterable[Weight], ops: Ops) -> None:
+    """Tied weights, once their sources are there."""
+    for weight in weights:
+        if weight.tied is not None:
+            weight.fill(weight.tied.tensor, ops)
+
+
+def fill_random(model: Block, ops: Ops, dtype: torch.dtype, device: torch.device) -> None:
+    """Matrices N(0, 1/in), norms 1, biases N(0, 0.1²): seeded by name, the same on every run."""
+    weights = dict(model.named_weights())
+    for name, weight in weights.items():
+        if weight.tied is not None:
+            continue
+        digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+        tensor = torch.empty(weight.shape, dtype=weight.dtype(dtype))
+        if len(weight.shape) > 1:
+            tensor.normal_(0, weight.shape[-1] ** -0.5, generator=generator)
+        elif name.endswith("bias"):
+            tensor.normal_(0, 0.1, generator=generator)
+        else:
+            tensor.fill_(1.0)
+        weight.fill(tensor.to(device), ops)
+    fill_tied(weights.values(), ops)

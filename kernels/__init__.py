@@ -1,0 +1,20 @@
+"""Tensor operations behind one table of callables; knows no model, module, config or rank."""
+
+if __name__ != "batchmla.kernels":
+    raise ImportError("import batchmla.kernels; run pip install -e . once")
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from batchmla.kernels.ops import Ops
+
+BACKENDS = ("reference", "cpu")
+
+
+def load(backend: str) -> "Ops":
+    """The ops of one back end; "reference" is the specification, "cpu" the path that runs."""
+    if backend not in BACKENDS:
+        raise ValueError(f"unknown kernel back end {backend!r}; known are {', '.join(BACKENDS)}")
+    ops: Ops = import_module(f"batchmla.kernels.{backend}.table").make_ops()
+    return ops

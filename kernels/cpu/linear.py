@@ -1,0 +1,126 @@
+"""Linears over weights laid out once for oneDNN. Shapes: see `batchmla.kernels.ops`.
+
+bfloat16 weights on a CPU are reordered by torch's private mkldnn calls; where those are missing or
+fail the probe, plain torch linears take their place and one log line says so.
+"""
+
+import logging
+
+import torch
+import torch.nn.functional as F
+
+from batchmla.kernels.ops import Packed, PackKind
+
+logger = logging.getLogger(__name__)
+
+LAYOUT_ROWS = 256  # row count the layout is chosen for; measured fit for 1 to 512 rows
+
+
+class Linears:
+    """pack, copies and linear of one back end; decides once whether prepacking works here."""
+
+    def __init__(self) -> None:
+        self._can_prepack = self._probe()
+
+    @staticmethod
+    def _probe() -> bool:
+        """Multiplies a small prepacked weight and compares it with the plain product."""
+        weight_OI = torch.linspace(-1, 1, 64 * 32).view(64, 32).to(torch.bfloat16)
+        x_TI = torch.linspace(-1, 1, 3 * 32).view(3, 32).to(torch.bfloat16)
+        try:
+            laid_out = torch.ops.mkldnn._reorder_linear_weight(weight_OI, LAYOUT_ROWS)
+            y_TO = torch.ops.mkldnn._linear_pointwise(x_TI, laid_out, None, "none", [], "")
+        except (AttributeError, RuntimeError) as error:
+            reason = str(error).partition("\n")[0]
+        else:
+            if torch.allclose(
+                y_TO.float(), F.linear(x_TI, weight_OI).float(), rtol=2e-2, atol=2e-2
+            ):
+                return True
+            reason = "its products are wrong"
+        logger.warning("oneDNN prepacking is off in torch %s: %s", torch.__version__, reason)
+        return False
+
+    def _prepacks(self, kind: PackKind, dtype: torch.dtype, device: torch.device) -> bool:
+        return (
+            self._can_prepack
+            and dtype == torch.bfloat16
+            and device.type == "cpu"
+            and kind is not PackKind.PLAIN
+        )
+
+    def copies(self, kind: PackKind, dtype: torch.dtype) -> float:
+        """Logits weights are held in float32, latent ones plain and laid out."""
+        if kind is PackKind.LOGITS:
+            return 4 / dtype.itemsize
+        is_double = kind is PackKind.LATENT and self._can_prepack and dtype == torch.bfloat16
+        return 2.0 if is_double else 1.0
+
+    def pack(self, kind: PackKind, weight: torch.Tensor) -> Packed:
+        """Experts become one laid-out weight each; a latent weight keeps its plain form too."""
+        shape = tuple(weight.shape)
+        if kind is PackKind.LOGITS:
+            return self._pack_logits(weight)
+        if not self._prepacks(kind, weight.dtype, weight.device):
+            return Packed(kind, shape, plain=weight)
+        reorder = torch.ops.mkldnn._reorder_linear_weight
+        if kind in (PackKind.EXPERTS_UP, PackKind.EXPERTS_DOWN):
+            laid_out = tuple(reorder(one_OI.contiguous(), LAYOUT_ROWS) for one_OI in weight)
+            return Packed(kind, shape, laid_out=laid_out)
+        plain = weight if kind is PackKind.LATENT else None
+        return Packed(kind, shape, plain, (reorder(weight.contiguous(), LAYOUT_ROWS),))
+
+    def _pack_logits(self, weight_VM: torch.Tensor) -> Packed:
+        """float32, so that the sums leave the product unrounded; products of bfloat16 stay bfloat16."""
+        shape = tuple(weight_VM.shape)
+        wide_VM = weight_VM.float()
+        if not self._prepacks(PackKind.LOGITS, weight_VM.dtype, weight_VM.device):
+            return Packed(PackKind.LOGITS, shape, plain=wide_VM)
+        with _Bfloat16Products():
+            laid_out = torch.ops.mkldnn._reorder_linear_weight(wide_VM, LAYOUT_ROWS)
+        return Packed(PackKind.LOGITS, shape, laid_out=(laid_out,))
+
+    def linear(
+        self, x_TI: torch.Tensor, weight: Packed, bias_O: torch.Tensor | None
+    ) -> torch.Tensor:
+        """x·Wᵀ + b."""
+        if weight.kind is PackKind.LOGITS:
+            x_TI = x_TI.float()
+            if weight.laid_out:
+                with _Bfloat16Products():
+                    return one_linear(x_TI, weight, 0, bias_O)
+        return one_linear(x_TI, weight, 0, bias_O)
+
+
+def one_linear(
+    x_TI: torch.Tensor, weight: Packed, index: int, bias_O: torch.Tensor | None = None
+) -> torch.Tensor:
+    """x·Wᵀ + b with the weight itself or, for experts, with its part `index`."""
+    if weight.laid_out:
+        y_TO: torch.Tensor = torch.ops.mkldnn._linear_pointwise(
+            x_TI, weight.laid_out[index], bias_O, "none", [], ""
+        )
+        return y_TO
+    assert weight.plain is not None, f"{weight.kind} of shape {weight.shape} has no values"
+    plain_OI = weight.plain[index] if weight.plain.dim() == 3 else weight.plain
+    return F.linear(x_TI, plain_OI, bias_O)
+
+
+class _Bfloat16Products:
+    """Inside, float32 products of oneDNN round their inputs to bfloat16 and sum in float32.
+
+    Exact for inputs that are bfloat16 already, which is what makes logits in float32 affordable.
+    """
+
+    def __enter__(self) -> None:
+        self._before = torch.backends.mkldnn.matmul.fp32_precision
+        torch.backends.mkldnn.matmul.fp32_precision = "bf16"
+
+    def __exit__(self, *_: object) -> None:
+        torch.backends.mkldnn.matmul.fp32_precision = self._before
+
+
+def act_mul(gate_up_TF: torch.Tensor) -> torch.Tensor:
+    """silu(gate) · up; torch computes silu in float32 inside."""
+    gate_TF, up_TF = gate_up_TF.chunk(2, dim=-1)
+    return F.silu(gate_TF).mul_(up_TF)

@@ -1,0 +1,259 @@
+"""The signature of every op. A back end is one `Ops` value; nothing is dispatched at call time.
+
+Shapes: T tokens, G sequences of a group, Q queries, L keys (padded), H query heads, K kv heads, D head
+dim, N no-rope width of a head, R rope width, W value width, C latent width, M model width, F ffn width,
+E experts, A active experts, V vocabulary, P pages, B tokens per page, I/O in/out features of a linear.
+Activations have the model's dtype unless said otherwise; every op returns new tensors except where it
+says "in place".
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Protocol
+
+import torch
+
+
+class PackKind(StrEnum):
+    """What a weight is multiplied by; the back end lays it out for that."""
+
+    PLAIN = "plain"  # norms, embeddings: kept as they are
+    LINEAR = "linear"  # [O, I]
+    LOGITS = "logits"  # [V, M], result in float32
+    LATENT = "latent"  # kv_b_proj [H*(N+W), C]: whole for expansion, per head for absorption
+    EXPERTS_UP = "experts_up"  # [E, 2*F, M], gate rows first
+    EXPERTS_DOWN = "experts_down"  # [E, M, F]
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """A weight as its back end wants it. `plain` is there when the form keeps or needs the original."""
+
+    kind: PackKind
+    shape: tuple[int, ...]
+    plain: torch.Tensor | None = None
+    laid_out: tuple[torch.Tensor, ...] = ()
+
+
+class RopeLayout(StrEnum):
+    """Which elements of a head form a pair that is rotated."""
+
+    INTERLEAVED = "interleaved"  # (2i, 2i+1)
+    HALVES = "halves"  # (i, i + R/2)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """Sequences that are attended in one call, padded to Q queries and L keys each.
+
+    `rows_N` are the rows of T in this group, in the order (sequence, query); `grid_N` is where they
+    stand in the padded [G*Q] grid, None when the grid has no padding. `pages_GP` holds the pages of the
+    keys, padded with page 0; of their P*B rows the first L count. `bias_GQL` is added to the scores: 0
+    where a query sees a key, -inf elsewhere; None when every query sees every key, or when `is_causal`:
+    G = 1, Q = L, query i sees keys 0..i. `is_every_row`: rows_N is 0..T-1. `first_page` is set when
+    G = 1 and the pages are consecutive ids.
+    """
+
+    num_sequences: int
+    num_queries: int
+    num_keys: int
+    rows_N: torch.Tensor
+    pages_GP: torch.Tensor
+    grid_N: torch.Tensor | None = None
+    bias_GQL: torch.Tensor | None = None
+    is_causal: bool = False
+    is_every_row: bool = False
+    first_page: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MlaDims:
+    """The widths of one rank's MLA heads; `scale` multiplies the scores."""
+
+    heads: int
+    nope: int
+    rope: int
+    value: int
+    latent: int
+    scale: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterDims:
+    """How experts are chosen from sigmoid scores (DeepSeek-V3 report, eq. 12-16)."""
+
+    active: int
+    groups: int
+    kept_groups: int
+    normalise: bool
+    scale: float
+
+
+class PackOp(Protocol):
+    def __call__(self, kind: PackKind, weight: torch.Tensor) -> Packed:
+        """Lays `weight` out; the caller drops the original, which is kept only if needed."""
+        ...
+
+
+class CopiesOp(Protocol):
+    def __call__(self, kind: PackKind, dtype: torch.dtype) -> float:
+        """Bytes of `pack`'s result as a multiple of the weight's own bytes."""
+        ...
+
+
+class LinearOp(Protocol):
+    def __call__(
+        self, x_TI: torch.Tensor, weight: Packed, bias_O: torch.Tensor | None
+    ) -> torch.Tensor:
+        """x·Wᵀ + b → [T, O]; for LOGITS the sums stay in float32."""
+        ...
+
+
+class NormOp(Protocol):
+    def __call__(self, x_TM: torch.Tensor, weight_M: torch.Tensor, eps: float) -> torch.Tensor:
+        """w · x / sqrt(mean(x²) + eps) over the last dimension, float32 inside."""
+        ...
+
+
+class AddNormOp(Protocol):
+    def __call__(
+        self,
+        x_TM: torch.Tensor,
+        residual_TM: torch.Tensor,
+        weight_M: torch.Tensor,
+        eps: float,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(norm(x + residual), x + residual); the sum is rounded to the dtype before the norm."""
+        ...
+
+
+class RopeOp(Protocol):
+    def __call__(
+        self, x_THR: torch.Tensor, cos_TR: torch.Tensor, sin_TR: torch.Tensor, layout: RopeLayout
+    ) -> None:
+        """Rotates x in place; cos and sin are float32 [T, R/2]; x may be a strided view of a row."""
+        ...
+
+
+class WriteOp(Protocol):
+    def __call__(
+        self, cache_PBW: torch.Tensor, slots_T: torch.Tensor, rows_TW: torch.Tensor
+    ) -> None:
+        """Writes rows into the flat cache rows `slots`, in place."""
+        ...
+
+
+class WriteLatentOp(Protocol):
+    def __call__(
+        self,
+        cache_PBW: torch.Tensor,
+        slots_T: torch.Tensor,
+        latent_TX: torch.Tensor,
+        weight_C: torch.Tensor,
+        eps: float,
+        cos_TR: torch.Tensor,
+        sin_TR: torch.Tensor,
+    ) -> None:
+        """Norms the first C of [T, C+R], rotates the last R (interleaved), writes the rows in place."""
+        ...
+
+
+class GqaOp(Protocol):
+    def __call__(
+        self,
+        q_THD: torch.Tensor,
+        key_PBW: torch.Tensor,
+        value_PBW: torch.Tensor,
+        groups: Sequence[Group],
+        scale: float,
+    ) -> torch.Tensor:
+        """softmax(scale · q kᵀ + bias) v over the cached rows, kv head h·K/H for head h → [T, H*D]."""
+        ...
+
+
+class MlaOp(Protocol):
+    def __call__(
+        self,
+        q_THD: torch.Tensor,
+        cache_PBW: torch.Tensor,
+        kv_b: Packed,
+        absorbed: Sequence[Group],
+        expanded: Sequence[Group],
+        dims: MlaDims,
+    ) -> torch.Tensor:
+        """Attention over cached latents → [T, H*W]; q is [N ‖ R] a head, rotated.
+
+        Groups of `absorbed` stay in latent space: q̃ = UKᵀ q_nope, s = scale (q̃·c + q_pe·k_pe), z = Σ p c,
+        o = UV z. Groups of `expanded` make keys and values by kv_b · c first. Both give the same numbers.
+        """
+        ...
+
+
+class RouteOp(Protocol):
+    def __call__(
+        self,
+        x_TM: torch.Tensor,
+        weight_EM: torch.Tensor,
+        bias_E: torch.Tensor,
+        dims: RouterDims,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(weights_TA float32, ids_TA int64): sigmoid scores s in float32; chosen by s + bias inside the
+        groups whose two best sum highest, the others at -inf; weighted by s, normalised, scaled."""
+        ...
+
+
+class ExpertsOp(Protocol):
+    def __call__(
+        self,
+        x_TM: torch.Tensor,
+        weights_TA: torch.Tensor,
+        ids_TA: torch.Tensor,
+        up: Packed,
+        down: Packed,
+    ) -> torch.Tensor:
+        """Σ_a weight_a · down_a( silu(gate_a x) · (up_a x) ) → [T, M]."""
+        ...
+
+
+class ActMulOp(Protocol):
+    def __call__(self, gate_up_TF: torch.Tensor) -> torch.Tensor:
+        """silu(first half) · second half of [T, 2*F] → [T, F], float32 inside."""
+        ...
+
+
+class SampleOp(Protocol):
+    def __call__(
+        self,
+        logits_NV: torch.Tensor,
+        *,
+        temperature_N: torch.Tensor,
+        top_k_N: torch.Tensor,
+        top_p_N: torch.Tensor,
+        min_p_N: torch.Tensor,
+        stream_key_N: torch.Tensor,
+        position_N: torch.Tensor,
+    ) -> torch.Tensor:
+        """ids_N int64, drawn from float32 logits by a stream that is a function of key and position."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ops:
+    """One back end."""
+
+    name: str
+    pack: PackOp
+    copies: CopiesOp
+    linear: LinearOp
+    norm: NormOp
+    add_norm: AddNormOp
+    rope: RopeOp
+    write: WriteOp
+    write_latent: WriteLatentOp
+    gqa: GqaOp
+    mla: MlaOp
+    route: RouteOp
+    experts: ExpertsOp
+    act_mul: ActMulOp
+    sample: SampleOp

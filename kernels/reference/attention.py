@@ -1,0 +1,126 @@
+"""Attention over the paged cache, one sequence at a time. Shapes: see `batchmla.kernels.ops`."""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from batchmla.kernels.ops import Group, MlaDims, Packed, RopeLayout
+from batchmla.kernels.reference.linear import plain
+from batchmla.kernels.reference.norm import norm, rope
+
+
+def write(cache_PBW: torch.Tensor, slots_T: torch.Tensor, rows_TW: torch.Tensor) -> None:
+    """One row after the other."""
+    flat_XW = cache_PBW.view(-1, cache_PBW.shape[-1])
+    for slot, row_W in zip(slots_T.tolist(), rows_TW, strict=True):
+        flat_XW[slot] = row_W
+
+
+def write_latent(
+    cache_PBW: torch.Tensor,
+    slots_T: torch.Tensor,
+    latent_TX: torch.Tensor,
+    weight_C: torch.Tensor,
+    eps: float,
+    cos_TR: torch.Tensor,
+    sin_TR: torch.Tensor,
+) -> None:
+    """norm ‖ rope, then `write`."""
+    width = weight_C.shape[0]
+    rows_TX = latent_TX.clone()
+    rows_TX[:, :width] = norm(latent_TX[:, :width], weight_C, eps)
+    rope(rows_TX[:, None, width:], cos_TR, sin_TR, RopeLayout.INTERLEAVED)
+    write(cache_PBW, slots_T, rows_TX)
+
+
+def _sequences(
+    group: Group, cache_PBW: torch.Tensor
+) -> Iterator[tuple[list[int], torch.Tensor, torch.Tensor]]:
+    """Per sequence: its rows of T, its cached rows [L, W], and which of them each query sees [Q, L]."""
+    grid = range(len(group.rows_N)) if group.grid_N is None else group.grid_N.tolist()
+    rows = group.rows_N.tolist()
+    for index in range(group.num_sequences):
+        first = index * group.num_queries
+        here = [(row, at - first) for row, at in zip(rows, grid, strict=True)]
+        here = [(row, query) for row, query in here if 0 <= query < group.num_queries]
+        seen_QL = torch.ones(group.num_queries, group.num_keys, dtype=torch.bool)
+        if group.is_causal:
+            seen_QL = seen_QL.tril()
+        elif group.bias_GQL is not None:
+            seen_QL = group.bias_GQL[index].cpu() == 0
+        queries = torch.tensor([query for _, query in here])
+        row_LW = cache_PBW[group.pages_GP[index]].flatten(0, 1)[: group.num_keys]
+        yield [row for row, _ in here], row_LW, seen_QL[queries]
+
+
+def _attend(
+    q_QHD: torch.Tensor,
+    k_LHD: torch.Tensor,
+    v_LHW: torch.Tensor,
+    seen_QL: torch.Tensor,
+    scale: float,
+) -> torch.Tensor:
+    """softmax(scale · q kᵀ) v where seen; float32 in and out."""
+    scores_HQL = torch.einsum("qhd,lhd->hql", q_QHD, k_LHD) * scale
+    scores_HQL = scores_HQL.masked_fill(~seen_QL.to(q_QHD.device), float("-inf"))
+    weights_HQL = torch.exp(scores_HQL - scores_HQL.amax(dim=-1, keepdim=True))
+    weights_HQL = weights_HQL / weights_HQL.sum(dim=-1, keepdim=True)
+    return torch.einsum("hql,lhw->qhw", weights_HQL, v_LHW)
+
+
+def gqa(
+    q_THD: torch.Tensor,
+    key_PBW: torch.Tensor,
+    value_PBW: torch.Tensor,
+    groups: Sequence[Group],
+    scale: float,
+) -> torch.Tensor:
+    """Grouped-query attention (Ainslie et al. 2023)."""
+    num_heads, head_dim = q_THD.shape[1:]
+    num_kv_heads = key_PBW.shape[-1] // head_dim
+    out_THD = torch.empty_like(q_THD)
+    both = torch.cat((key_PBW, value_PBW), dim=-1)
+    for group in groups:
+        for rows, row_LX, seen_QL in _sequences(group, both):
+            k_LHD, v_LHD = (
+                half.float()
+                .unflatten(1, (num_kv_heads, head_dim))
+                .repeat_interleave(num_heads // num_kv_heads, dim=1)
+                for half in row_LX.chunk(2, dim=1)
+            )
+            out = _attend(q_THD[rows].float(), k_LHD, v_LHD, seen_QL, scale)
+            out_THD[rows] = out.to(q_THD.dtype)
+    return out_THD.flatten(1)
+
+
+def mla(
+    q_THD: torch.Tensor,
+    cache_PBW: torch.Tensor,
+    kv_b: Packed,
+    absorbed: Sequence[Group],
+    expanded: Sequence[Group],
+    dims: MlaDims,
+) -> torch.Tensor:
+    """Multi-head latent attention (DeepSeek-V2 report, eq. 9-19 and appendix C)."""
+    up_HXC = plain(kv_b).float().view(dims.heads, dims.nope + dims.value, dims.latent)
+    uk_HNC, uv_HWC = up_HXC[:, : dims.nope], up_HXC[:, dims.nope :]
+    out_THW = q_THD.new_empty(q_THD.shape[0], dims.heads, dims.value)
+    for is_absorbed, groups in ((True, absorbed), (False, expanded)):
+        for group in groups:
+            for rows, cached_LX, seen_QL in _sequences(group, cache_PBW):
+                q_QHD, row_LX = q_THD[rows].float(), cached_LX.float()
+                latent_LC, pe_LR = row_LX[:, : dims.latent], row_LX[:, dims.latent :]
+                if is_absorbed:
+                    q_QHC = torch.einsum("qhn,hnc->qhc", q_QHD[..., : dims.nope], uk_HNC)
+                    q_QHX = torch.cat((q_QHC, q_QHD[..., dims.nope :]), dim=-1)
+                    k_LHX = row_LX[:, None].expand(-1, dims.heads, -1)
+                    z_QHC = _attend(q_QHX, k_LHX, k_LHX[..., : dims.latent], seen_QL, dims.scale)
+                    out = torch.einsum("qhc,hwc->qhw", z_QHC, uv_HWC)
+                else:
+                    k_LHN = torch.einsum("lc,hnc->lhn", latent_LC, uk_HNC)
+                    v_LHW = torch.einsum("lc,hwc->lhw", latent_LC, uv_HWC)
+                    pe_LHR = pe_LR[:, None].expand(-1, dims.heads, -1)
+                    k_LHD = torch.cat((k_LHN, pe_LHR), dim=-1)
+                    out = _attend(q_QHD, k_LHD, v_LHW, seen_QL, dims.scale)
+                out_THW[rows] = out.to(q_THD.dtype)
+    return out_THW.flatten(1)

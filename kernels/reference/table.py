@@ -1,0 +1,29 @@
+"""The reference back end as one value."""
+
+from batchmla.kernels.ops import Ops
+from batchmla.kernels.reference.attention import gqa, mla, write, write_latent
+from batchmla.kernels.reference.linear import act_mul, copies, linear, pack
+from batchmla.kernels.reference.moe import experts, route
+from batchmla.kernels.reference.norm import add_norm, norm, rope
+from batchmla.kernels.reference.sample import sample
+
+
+def make_ops() -> Ops:
+    """The specification of every op."""
+    return Ops(
+        name="reference",
+        pack=pack,
+        copies=copies,
+        linear=linear,
+        norm=norm,
+        add_norm=add_norm,
+        rope=rope,
+        write=write,
+        write_latent=write_latent,
+        gqa=gqa,
+        mla=mla,
+        route=route,
+        experts=experts,
+        act_mul=act_mul,
+        sample=sample,
+    )

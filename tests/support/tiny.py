@@ -1,0 +1,87 @@
+"""Tiny random checkpoints in Hugging Face's format; transformers makes them and is the oracle."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+COMMON = {
+    "vocab_size": 256, "max_position_embeddings": 1024, "rms_norm_eps": 1e-6,
+    "bos_token_id": 0, "eos_token_id": 1,
+}  # fmt: skip
+YARN = {
+    "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "beta_fast": 32, "beta_slow": 1,
+    "mscale": 1.0, "mscale_all_dim": 1.0, "original_max_position_embeddings": 16,
+}  # fmt: skip
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0, "original_max_position_embeddings": 64,
+}  # fmt: skip
+LLAMA = COMMON | {
+    "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "intermediate_size": 128, "rope_parameters": LLAMA3, "tie_word_embeddings": False,
+}  # fmt: skip
+V3 = COMMON | {
+    "hidden_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 4,
+    "q_lora_rank": 48, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
+    "v_head_dim": 16, "n_routed_experts": 16, "num_experts_per_tok": 4, "n_shared_experts": 1,
+    "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5, "first_k_dense_replace": 1,
+    "moe_intermediate_size": 64, "intermediate_size": 192, "norm_topk_prob": True,
+    "rope_parameters": YARN,
+}  # fmt: skip
+TINY = {
+    "llama": ("LlamaForCausalLM", LLAMA),
+    "llama_tied": ("LlamaForCausalLM", LLAMA | {"tie_word_embeddings": True, "head_dim": 32}),
+    "v3": ("DeepseekV3ForCausalLM", V3),
+    "v3_no_q_lora": ("DeepseekV3ForCausalLM", V3 | {"q_lora_rank": None, "v_head_dim": 24}),
+}
+
+
+def make_oracle(name: str, seed: int = 0, **changes: Any) -> Any:
+    """A transformers model in float32, eager attention, everything random."""
+    architecture, fields = TINY[name]
+    model_class = getattr(transformers, architecture)
+    config = model_class.config_class(**fields | changes)
+    config._attn_implementation = "eager"
+    oracle = model_class(config).eval().float()
+    randomise(oracle, seed)
+    return oracle
+
+
+def randomise(oracle: torch.nn.Module, seed: int) -> None:
+    """Matrices N(0, 0.15), norms 1 + N(0, 0.1), biases N(0, 0.3)."""
+    generator = torch.Generator().manual_seed(seed)
+    state = dict(oracle.named_parameters()) | dict(oracle.named_buffers())
+    with torch.no_grad():
+        for name, value in sorted(state.items()):
+            if "inv_freq" in name:
+                continue
+            noise = torch.randn(value.shape, generator=generator)
+            if value.dim() > 1:
+                value.copy_(noise * 0.15)
+            elif "norm" in name:
+                value.copy_(1 + noise * 0.1)
+            else:
+                value.copy_(noise * 0.3)
+
+
+def write_tiny(folder: Path, name: str, seed: int = 0, **changes: Any) -> Any:
+    """Saves the oracle's checkpoint and returns the oracle."""
+    oracle = make_oracle(name, seed, **changes)
+    oracle.save_pretrained(folder)
+    return oracle
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The parsed config.json."""
+    raw: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    return raw
+
+
+@torch.no_grad()
+def oracle_logits(oracle: Any, ids: list[int]) -> torch.Tensor:
+    """float32 [T, V] of one whole prompt."""
+    logits: torch.Tensor = oracle(torch.tensor([ids])).logits[0]
+    return logits
