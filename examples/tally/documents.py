@@ -1,0 +1,268 @@
+"""Purchase documents with the reasoning and the answer a model should give; pure Python, seeded.
+
+Reasoning, one line per item with running total T (five digits of cents) and unit price (four digits),
+digits from low to high, every carry written:
+
+    1:3*04.50 3*0=00+0+0=00 3*5=15+0+0=15 3*4=12+0+1=13 3*0=00+0+1=01 0+0=0
+
+Each step is `quantity*digit=product+total digit+carry=new carry and new total digit`. A discount line
+subtracts with borrows (`10+total digit-digit-borrow`, leading 1: no borrow), and `=013.50` closes.
+"""
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from examples.tally import wording
+from examples.tally.wording import draw_word, is_reserved, price_key, sum_key
+
+MAX_TOTAL_CENTS = 99_999
+MAX_ITEMS = 6
+ITEM_COUNT_WEIGHTS = (15, 22, 25, 18, 12, 8)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Item:
+    """One line of a purchase."""
+
+    name: str
+    quantity: int
+    price_cents: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Document:
+    """A document, its worked solution and what it was made of."""
+
+    text: str
+    reasoning: str
+    answer: str
+    vendor: str
+    items: tuple[Item, ...]
+    discount_cents: int
+    wording_key: str
+    words: tuple[str, ...]
+
+
+def training_documents(seed: int, max_items: int = MAX_ITEMS) -> Iterator[Document]:
+    """Yield endless documents that hold nothing reserved."""
+    rng = random.Random(f"tally-train-{seed}")
+    while True:
+        yield make_document(rng, heldout=False, max_items=max_items)
+
+
+def heldout_documents(seed: int, n: int) -> Iterator[Document]:
+    """Yield `n` documents whose names, wording combination and number pairs are all reserved."""
+    rng = random.Random(f"tally-heldout-{seed}")
+    for _ in range(n):
+        yield make_document(rng, heldout=True)
+
+
+def make_document(rng: random.Random, heldout: bool, max_items: int = MAX_ITEMS) -> Document:
+    """Draw one document from one side of the split."""
+    words: list[str] = []
+
+    def draw(nouns: bool = False) -> str:
+        words.append(draw_word(rng, heldout, nouns))
+        return words[-1]
+
+    num_items = rng.choices(range(1, max_items + 1), ITEM_COUNT_WEIGHTS[:max_items])[0]
+    items, discount_cents = draw_numbers(rng, heldout, num_items)
+    named = tuple(
+        Item(
+            name=fill(rng.choice(wording.ITEM_FORMS), draw, rng), quantity=quantity, price_cents=price
+        )
+        for quantity, price in items
+    )
+    vendor = fill(rng.choice(wording.VENDOR_FORMS), draw, rng, capitalise=True)
+    choice = draw_wording(rng, heldout, discount_cents > 0)
+    text = write_text(rng, choice, vendor, named, discount_cents, draw)
+    reasoning, total_cents = write_reasoning(items, discount_cents)
+    return Document(
+        text=text,
+        reasoning=reasoning,
+        answer=write_answer(num_items, discount_cents, total_cents),
+        vendor=vendor,
+        items=named,
+        discount_cents=discount_cents,
+        wording_key=choice.key(),
+        words=tuple(words),
+    )
+
+
+def draw_price(rng: random.Random) -> int:
+    """Draw a unit price of three or four digits of cents."""
+    return rng.randint(100, 999) if rng.random() < 0.45 else rng.randint(1000, 4999)
+
+
+def draw_numbers(
+    rng: random.Random, heldout: bool, num_items: int
+) -> tuple[list[tuple[int, int]], int]:
+    """Draw quantities, unit prices and a discount (0: none), every pair from the wanted side."""
+    while True:
+        items: list[tuple[int, int]] = []
+        total_cents = 0
+        for _ in range(num_items):
+            quantity, price = rng.randint(1, 9), draw_price(rng)
+            while not _pair_fits(quantity, price, total_cents, heldout):
+                quantity, price = rng.randint(1, 9), draw_price(rng)
+            items.append((quantity, price))
+            total_cents += quantity * price
+        if total_cents > MAX_TOTAL_CENTS:
+            continue
+        if rng.random() >= 0.35:
+            return items, 0
+        for _ in range(100):
+            discount = rng.randint(50, 1999)
+            key = sum_key(total_cents, -discount)
+            if discount < total_cents and is_reserved(key) == heldout:
+                return items, discount
+
+
+def _pair_fits(quantity: int, price: int, total_cents: int, heldout: bool) -> bool:
+    if is_reserved(price_key(quantity, price)) != heldout:
+        return False
+    return total_cents == 0 or is_reserved(sum_key(total_cents, quantity * price)) == heldout
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wording:
+    """Which phrase of each list a document uses."""
+
+    kind: str
+    header: int
+    line: int
+    joiner: int
+    money: int
+    discount: int | None
+    footer: int
+    note: int | None
+    note_first: bool
+
+    def key(self) -> str:
+        """Give the key under which the combination of phrases is reserved."""
+        phrases = (self.kind, self.header, self.line, self.joiner, self.money)
+        return f"wording {phrases} {self.discount} {self.footer} {self.note}"
+
+
+def draw_wording(rng: random.Random, heldout: bool, has_discount: bool) -> Wording:
+    """Draw a combination of phrases from the wanted side of the split."""
+    while True:
+        kind = rng.choice(tuple(wording.HEADERS))
+        is_prose = kind == "mail" and rng.random() < 0.5
+        choice = Wording(
+            kind=kind,
+            header=rng.randrange(len(wording.HEADERS[kind])),
+            line=rng.choice(wording.PROSE_LINES)
+            if is_prose
+            else rng.randrange(len(wording.ITEM_LINES)),
+            joiner=rng.choice((1, 2)) if is_prose else 0,
+            money=rng.choice((0, 0, 0, 1, 2, 3)),
+            discount=rng.randrange(len(wording.DISCOUNTS)) if has_discount else None,
+            footer=rng.randrange(len(wording.FOOTERS)),
+            note=rng.randrange(len(wording.NOTES)) if rng.random() < 0.5 else None,
+            note_first=rng.random() < 0.5,
+        )
+        if is_reserved(choice.key()) == heldout:
+            return choice
+
+
+def fill(form: str, draw, rng: random.Random, capitalise: bool = False) -> str:  # type: ignore[no-untyped-def]
+    """Fill a name form: `w`, `v` are invented words, `n`, `m` nouns."""
+    result = form
+    for letter in "wvnm":
+        while "{" + letter + "}" in result:
+            word = draw(nouns=letter in "nm")
+            is_title = capitalise or (letter in "wv" and rng.random() < 0.5)
+            word = word.capitalize() if is_title else word
+            result = result.replace("{" + letter + "}", word, 1)
+    return result
+
+
+def money(cents: int) -> str:
+    """Write cents as units and cents: 450 is `4.50`."""
+    return f"{cents // 100}.{cents % 100:02d}"
+
+
+def write_text(  # type: ignore[no-untyped-def]
+    rng: random.Random,
+    choice: Wording,
+    vendor: str,
+    items: tuple[Item, ...],
+    discount_cents: int,
+    draw,
+) -> str:
+    """Write the document in the chosen wording."""
+
+    def phrase(form: str) -> str:
+        for digits in range(1, 6):
+            while "{n" + str(digits) + "}" in form:
+                number = rng.randint(10 ** (digits - 1), 10**digits - 1)
+                form = form.replace("{n" + str(digits) + "}", str(number), 1)
+        if "{who}" in form:
+            form = form.replace("{who}", draw().capitalize())
+        return form.replace("{money}", money(rng.randint(10, 199) * 50))
+
+    line = wording.ITEM_LINES[choice.line]
+    price = wording.MONEY[choice.money]
+    lines = [
+        line.format(q=item.quantity, name=item.name, p=price.format(p=money(item.price_cents)))
+        for item in items
+    ]
+    parts = [phrase(wording.HEADERS[choice.kind][choice.header]).replace("{vendor}", vendor)]
+    note = None if choice.note is None else phrase(wording.NOTES[choice.note])
+    if note is not None and choice.note_first:
+        parts.insert(rng.choice((0, 0, 1)), note)
+    joiner = wording.JOINERS[choice.joiner]
+    parts.append(joiner.join(lines) + ("." if choice.joiner else ""))
+    if choice.discount is not None:
+        amount = price.format(p=money(discount_cents))
+        parts.append(wording.DISCOUNTS[choice.discount].format(d=amount))
+    if note is not None and not choice.note_first:
+        parts.append(note)
+    footer = phrase(wording.FOOTERS[choice.footer])
+    return "\n".join([*parts, footer] if footer else parts)
+
+
+def write_reasoning(items: list[tuple[int, int]], discount_cents: int) -> tuple[str, int]:
+    """Write the worked solution; return it and the total in cents."""
+    total = [0] * 5
+    lines = []
+    for index, (quantity, price) in enumerate(items, start=1):
+        steps, carry = [], 0
+        for place in range(4):
+            digit = price // 10**place % 10
+            product = quantity * digit
+            value = product + total[place] + carry
+            steps.append(
+                f"{quantity}*{digit}={product:02d}+{total[place]}+{carry}={value:02d}"
+            )
+            carry, total[place] = divmod(value, 10)
+        steps.append(f"{total[4]}+{carry}={total[4] + carry}")
+        total[4] += carry
+        lines.append(f"{index}:{quantity}*{price // 100:02d}.{price % 100:02d} " + " ".join(steps))
+    if discount_cents:
+        lines.append(_write_discount(total, discount_cents))
+    digits = "".join(str(digit) for digit in reversed(total))
+    lines.append(f"={digits[:3]}.{digits[3:]}")
+    return "\n".join(lines) + "\n", int(digits)
+
+
+def _write_discount(total: list[int], discount_cents: int) -> str:
+    steps, borrow = [], 0
+    for place in range(4):
+        digit = discount_cents // 10**place % 10
+        value = 10 + total[place] - digit - borrow
+        steps.append(f"10+{total[place]}-{digit}-{borrow}={value:02d}")
+        borrow, total[place] = 1 - value // 10, value % 10
+    steps.append(f"{total[4]}-{borrow}={total[4] - borrow}")
+    total[4] -= borrow
+    return f"-{discount_cents // 100:02d}.{discount_cents % 100:02d} " + " ".join(steps)
+
+
+def write_answer(num_items: int, discount_cents: int, total_cents: int) -> str:
+    """Write the one line of JSON that follows the reasoning."""
+    return (
+        f'{{"items": {num_items}, "discount": "{money(discount_cents)}", '
+        f'"total": "{money(total_cents)}"}}'
+    )
