@@ -1,0 +1,203 @@
+"""The manifest: what made the rows of an output folder, and whether a later run may go on with it."""
+
+import hashlib
+import importlib.metadata
+import json
+import platform
+import secrets
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from batchmla import __version__
+from batchmla.errors import JobError
+from batchmla.jobs.store import Store
+
+FORMAT = 1
+
+# Fields and sections that do not change what a row becomes. A model's and an input's path are
+# covered by their fingerprints, which follow the bytes and not the place.
+_FREE = (
+    "name", "model.path", "model.revision", "model.memory_utilization", "input.path",
+    "input.format", "input.check", "engine.max_num_seqs", "engine.max_batched_tokens",
+    "engine.prefix_caching", "engine.block_size", "engine.order", "engine.window_rows",
+    "engine.dedupe", "executor", "output.path", "output.rows_per_file", "output.compression",
+    "errors",
+)  # fmt: skip
+
+_PACKAGES = ("torch", "transformers", "tokenizers", "pyarrow", "numpy", "jinja2")
+_WEIGHTS = (".safetensors", ".bin", ".gguf", ".pt", ".pth")
+_SMALL = (".json", ".jinja", ".model", ".txt", ".tiktoken", ".py")
+_SAMPLE_BYTES = 65536
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """The record of one job. `job` maps each dotted field to its value and where it came from."""
+
+    job_id: str
+    created_s: float
+    job: Mapping[str, Mapping[str, Any]]
+    versions: Mapping[str, str]
+    model: Mapping[str, str]  # file → hash
+    input: Any  # the reader's fingerprint
+    prompt: str  # hash of templates, markers and tool definitions
+    num_rows: int | None = None  # once the input has been read to its end
+    format: int = FORMAT
+    earlier: Sequence[Mapping[str, Any]] = field(default=())  # before --accept-changes
+
+
+def flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Nested settings as (dotted field, value)."""
+    for key, value in values.items():
+        if isinstance(value, Mapping) and value:
+            yield from flatten(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def make_manifest(
+    settings: Mapping[str, Any],
+    sources: Mapping[str, str],
+    *,
+    model: Mapping[str, str],
+    input_fingerprint: Any,
+    prompt: str,
+) -> Manifest:
+    """A new job's manifest. `settings` is the job file as resolved, nested; `sources` by field."""
+    job = {
+        name: {"value": value, "source": _source(name, sources)}
+        for name, value in flatten(settings)
+    }
+    return Manifest(
+        job_id=secrets.token_hex(8),
+        created_s=time.time(),
+        job=plain(job),
+        versions=versions(),
+        model=dict(model),
+        input=plain(input_fingerprint),
+        prompt=prompt,
+    )
+
+
+def versions() -> dict[str, str]:
+    """Of what can change the numbers: Python and the packages that compute."""
+    found = {"batchmla": __version__, "python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def manifest_path(output: Path) -> Path:
+    return output / "_batchmla" / "manifest.json"
+
+
+def read_manifest(output: Path) -> Manifest | None:
+    """The manifest of `output`, or None when it has none."""
+    path = manifest_path(output)
+    try:
+        raw = json.loads(path.read_text())
+        if raw["format"] != FORMAT:
+            raise JobError(f"{path} has format {raw['format']}, this version reads {FORMAT}")
+        return Manifest(**raw)
+    except FileNotFoundError:
+        return None
+    except (ValueError, KeyError, TypeError, OSError) as error:
+        raise JobError(
+            f"{path} cannot be read ({error}); restore it, or choose another output.path"
+        ) from error
+
+
+def write_manifest(store: Store, manifest: Manifest) -> None:
+    store.write(manifest_path(store.root), json.dumps(asdict(manifest), indent=1).encode())
+
+
+def differences(old: Manifest, new: Manifest) -> list[str]:
+    """What changes rows and is not the same, one "field: old → new" each. Inputs are not compared."""
+    found = []
+    for name in sorted(set(old.job) | set(new.job)):
+        before, after = (each.job.get(name, {}).get("value") for each in (old, new))
+        if before != after and not _is_free(name):
+            found.append(f"{name}: {json.dumps(before)} → {json.dumps(after)}")
+    for name in sorted(set(old.model) | set(new.model)):
+        if old.model.get(name) != new.model.get(name):
+            word = "changed" if name in old.model and name in new.model else "added or gone"
+            found.append(f"model file {name}: {word}")
+    if old.prompt != new.prompt:
+        found.append("the rendered prompt (template, tokenizer files, tools or markers): changed")
+    return found
+
+
+def input_changes(old: Any, new: Any) -> list[str]:
+    """What is not the same in two fingerprints of an input."""
+    if old == new:
+        return []
+    if isinstance(old, Mapping) and isinstance(new, Mapping):
+        before, after = dict(flatten(old)), dict(flatten(new))
+        names = [name for name in sorted({*before, *after}) if before.get(name) != after.get(name)]
+        return [f"input {name}: {before.get(name)} → {after.get(name)}" for name in names[:5]]
+    return ["the input: changed"]
+
+
+def refuse(output: Path, found: Sequence[str]) -> JobError:
+    """The error of a resume that would mix rows made in two ways."""
+    listed = "\n  ".join(found)
+    return JobError(
+        f"{output} was begun with another job:\n  {listed}\ngo on anyway with --accept-changes "
+        f"(finished rows are kept), start over with --fresh, or choose another output.path"
+    )
+
+
+def carry_on(old: Manifest, new: Manifest) -> Manifest:
+    """The same job gone on with: values that are free to change are the new ones."""
+    return replace(new, job_id=old.job_id, created_s=old.created_s, earlier=old.earlier)
+
+
+def accept(old: Manifest, new: Manifest) -> Manifest:
+    """The new manifest under the old job's id, with the old one kept in it."""
+    before = {key: value for key, value in asdict(old).items() if key != "earlier"}
+    return replace(new, job_id=old.job_id, earlier=(*old.earlier, before))
+
+
+def model_fingerprint(folder: Path) -> dict[str, str]:
+    """File → hash: small files whole; weights by size and three samples of 64 KiB."""
+    found = {}
+    for path in sorted(folder.iterdir()):
+        if path.suffix in _WEIGHTS:
+            found[path.name] = _sampled_hash(path)
+        elif path.suffix in _SMALL:
+            found[path.name] = hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+    return found
+
+
+def _sampled_hash(path: Path) -> str:
+    num_bytes = path.stat().st_size
+    digest = hashlib.sha256(str(num_bytes).encode())
+    with path.open("rb") as file:
+        for offset in (0, num_bytes // 2, max(0, num_bytes - _SAMPLE_BYTES)):
+            file.seek(offset)
+            digest.update(file.read(_SAMPLE_BYTES))
+    return digest.hexdigest()[:16]
+
+
+def _is_free(name: str) -> bool:
+    return any(name == free or name.startswith(free + ".") for free in _FREE)
+
+
+def _source(name: str, sources: Mapping[str, str]) -> str:
+    """Of the field itself or of the nearest section above it that has one."""
+    while name:
+        if name in sources:
+            return sources[name]
+        name = name.rpartition(".")[0]
+    return "default"
+
+
+def plain(value: Any) -> Any:
+    """As it will be after a round trip through JSON, so that comparing is exact."""
+    return json.loads(json.dumps(value))

@@ -1,0 +1,163 @@
+"""The packer: a sliding window of prompts between the reader's thread and the engine's.
+
+The reader puts prompts in input order and waits while the window is full; the engine takes them in
+packed order. Bounded in bytes, and in how far a prompt may lie ahead of the oldest unfinished row.
+"""
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from batchmla.core import Completion, Prompt
+from batchmla.jobs.estimate import LengthEstimate
+from batchmla.jobs.order import packed_order
+
+WINDOW_BYTES = 256 << 20  # of int32 prompt ids
+_PROMPT_BYTES = 400  # of the objects around the ids
+_WAIT_S = 0.5
+
+
+class Stopped(Exception):
+    """The run is ending: no prompt is taken any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """A prompt with its row's place in the input."""
+
+    prompt: Prompt
+    file: int
+    number: int
+
+    @property
+    def num_bytes(self) -> int:
+        return int(self.prompt.token_ids.nbytes) + _PROMPT_BYTES
+
+
+class Packer:
+    """A `PromptSource`. Prompts wait in two lists: `ready` is packed and drains, `next` gathers.
+
+    When `ready` is empty, what has gathered (at most half a window) is packed and becomes `ready`:
+    there is no barrier, as the reader goes on meanwhile, and no row is overtaken for ever.
+    """
+
+    def __init__(
+        self,
+        *,
+        order: Literal["auto", "input"],
+        window_rows: int,
+        window_bytes: int = WINDOW_BYTES,
+        is_stopping: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self.estimate = LengthEstimate()
+        self._is_stopping = is_stopping  # set by a signal, which notifies nobody
+        self._order = order
+        self._window_rows = window_rows
+        self._window_bytes = window_bytes
+        self._ready: deque[Waiting] = deque()
+        self._next: list[Waiting] = []
+        self._taken: dict[int, Waiting] = {}
+        self._waiting_bytes = 0
+        self._unfinished: deque[int] = (
+            deque()
+        )  # indices in input order, the finished ones lazily gone
+        self._finished: set[int] = set()  # of those, behind the oldest unfinished
+        self._is_ended = False
+        self._is_stopped = False
+        self._changed = threading.Condition()
+
+    # the reader's side
+
+    def put(self, waiting: Waiting) -> None:
+        """Adds the next prompt in input order; waits for room. Raises `Stopped`."""
+        index, num_bytes = waiting.prompt.index, waiting.num_bytes
+        with self._changed:
+            while not self._is_stopped and not self._has_room(index, num_bytes):
+                self._changed.wait()
+            if self._is_stopped:
+                raise Stopped
+            self._unfinished.append(index)
+            self._next.append(waiting)
+            self._waiting_bytes += num_bytes
+            if len(self._next) == 1:
+                self._changed.notify_all()
+
+    def end(self) -> None:
+        """No prompt follows."""
+        with self._changed:
+            self._is_ended = True
+            self._changed.notify_all()
+
+    # the engine's side
+
+    def take(self, limit: int, *, wait: bool) -> Sequence[Prompt]:
+        """Up to `limit` prompts in packed order, with their expected lengths."""
+        with self._changed:
+            while wait and not (self._ready or self._next or self._is_ended or self._is_stopped):
+                self._changed.wait(_WAIT_S)
+                if self._is_stopping():
+                    return ()
+            if self._is_stopped:
+                return ()
+            taken: list[Waiting] = []
+            while len(taken) < limit and (self._ready or self._next):
+                if not self._ready:
+                    self._pack()
+                waiting = self._ready.popleft()
+                self._waiting_bytes -= waiting.num_bytes
+                self._taken[waiting.prompt.index] = waiting
+                taken.append(waiting)
+            if taken:
+                self._changed.notify_all()
+        expected = self.estimate.expected
+        return [
+            replace(each.prompt, expected_tokens=expected(each.prompt.params)) for each in taken
+        ]
+
+    def has_prompt(self) -> bool:
+        """Waits until a prompt is there (true) or none will come (false)."""
+        with self._changed:
+            while not (self._ready or self._next or self._is_ended or self._is_stopped):
+                self._changed.wait(_WAIT_S)
+                if self._is_stopping():
+                    return False
+            return bool(self._ready or self._next) and not self._is_stopped
+
+    def finish(self, completion: Completion) -> Waiting:
+        """Takes note of a finished row and returns what was put for it."""
+        with self._changed:
+            waiting = self._taken.pop(completion.index)
+            self._finished.add(completion.index)
+            if self._unfinished[0] == completion.index:
+                while self._unfinished and self._unfinished[0] in self._finished:
+                    self._finished.remove(self._unfinished.popleft())
+                self._changed.notify_all()
+        if completion.error is None:
+            self.estimate.add(len(completion.token_ids))
+        return waiting
+
+    def stop(self) -> None:
+        """Lets both sides go: `put` raises, `take` gives nothing."""
+        with self._changed:
+            self._is_stopped = True
+            self._changed.notify_all()
+
+    def _has_room(self, index: int, num_bytes: int) -> bool:
+        if self._unfinished and index >= self._unfinished[0] + self._window_rows:
+            return False
+        is_empty = not (self._ready or self._next)
+        return is_empty or self._waiting_bytes + num_bytes <= self._window_bytes
+
+    def _pack(self) -> None:
+        """Half a window at most: while it drains, the reader refills the other half."""
+        count = max(1, self._window_rows // 2)
+        if self._waiting_bytes * 2 > self._window_bytes:
+            count = min(count, max(1, len(self._next) // 2))
+        gathered, self._next = self._next[:count], self._next[count:]
+        if self._order == "auto":
+            prompts = [each.prompt for each in gathered]
+            order = packed_order(prompts, self.estimate.typical)
+            gathered = [gathered[position] for position in order]
+        self._ready.extend(gathered)

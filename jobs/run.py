@@ -1,0 +1,385 @@
+"""A job from its file to its output: what is checked when, what is left to do, how it ends.
+
+Order: lease, input, text side, manifest, pre-scan, what is done, and only then weights, if rows are
+left. The loop itself is `loop.py`.
+"""
+
+import logging
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from batchmla.core import EngineStats
+from batchmla.errors import BatchmlaError, ExitCode, JobError
+from batchmla.jobs.journal import Journal
+from batchmla.jobs.lease import Lease
+from batchmla.jobs.ledger import Ledger, Tally
+from batchmla.jobs.loop import Loop
+from batchmla.jobs.manifest import (
+    Manifest,
+    accept,
+    carry_on,
+    differences,
+    input_changes,
+    make_manifest,
+    manifest_path,
+    plain,
+    read_manifest,
+    refuse,
+    write_manifest,
+)
+from batchmla.jobs.pack import Packer
+from batchmla.jobs.progress import ProgressKind, Snapshot, Ticker, make_view, progress_path
+from batchmla.jobs.rowtext import RowText
+from batchmla.jobs.seams import Seams
+from batchmla.jobs.segments import list_segments
+from batchmla.jobs.signals import Signals, StopRun
+from batchmla.jobs.spec import LoadedSpec
+from batchmla.jobs.store import Store, storage_errors
+from batchmla.jobs.summary import Summary, make_summary, summary_path, write_summary
+from batchmla.jobs.write import Carried, PartFormat, Writer
+
+_LOG = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wishes:
+    """How this run treats what is there."""
+
+    limit: int | None = None
+    fresh: bool = False
+    retry_failed: bool = False
+    accept_changes: bool = False
+
+
+def run_job(
+    loaded: LoadedSpec,
+    *,
+    limit: int | None = None,
+    fresh: bool = False,
+    retry_failed: bool = False,
+    accept_changes: bool = False,
+    progress: ProgressKind = "auto",
+    seams: Seams | None = None,
+) -> Summary:
+    """Runs a job, or goes on with it, and returns how it ended (exit code 0, 1, 130 or 143).
+
+    Raises a `BatchmlaError` for the other exit codes; finished rows are kept then, too.
+    """
+    if limit is not None and limit < 1:
+        raise JobError(f"--limit {limit}: give the number of rows, at least 1")
+    wishes = Wishes(
+        limit=limit, fresh=fresh, retry_failed=retry_failed, accept_changes=accept_changes
+    )
+    if seams is None:
+        from batchmla.jobs.local import local_seams
+
+        seams = local_seams()
+    output = Path(loaded.spec.output.path)
+    store = seams.store(output)
+    with Signals() as signals:
+        try:
+            with signals.interruptible():
+                store.open()
+            with Lease(output), _log_file(output):
+                return _Run(loaded, wishes, store, signals, progress, seams).go()
+        except StopRun:
+            return _stopped_early(store, signals)
+
+
+class _Run:
+    """The state of one call of `run_job`, below the lease."""
+
+    def __init__(
+        self,
+        loaded: LoadedSpec,
+        wishes: Wishes,
+        store: Store,
+        signals: Signals,
+        progress: ProgressKind,
+        seams: Seams,
+    ) -> None:
+        self.seams = seams
+        self.loaded, self.spec, self.wishes = loaded, loaded.spec, wishes
+        self.store, self.signals, self.progress = store, signals, progress
+        self.output = store.root
+        self.success = store.root / "_SUCCESS"
+        self.ledger = Ledger(store)
+        self.started_s = time.monotonic()
+
+    def go(self) -> Summary:
+        """Everything in order."""
+        if self.wishes.fresh:
+            self._clear()
+        self.store.clean()
+        with self.signals.interruptible():
+            self.table = self.seams.table(self.spec)
+            self.form = self._part_format()
+            found = list(self.ledger.published(self.form.schema))
+            text = self.seams.text(self.spec, self.table)
+            scan = self.table.scan(self.spec.input.check)
+            self.manifest, is_new = self._manifest(text)
+        num_rows = scan.num_rows if scan.num_rows is not None else self.manifest.num_rows
+        self._prepare(found)
+        if self._is_finished(num_rows, is_new):
+            _LOG.info("nothing to do: %s is complete", self.output)
+            return self._summary(ExitCode.OK, num_rows, None, None)
+        self.store.remove(self.success)
+        if is_new:
+            write_manifest(self.store, self.manifest)
+        self._change_rows()
+        loop = self._loop(text, num_rows)
+        try:
+            if self._is_left(loop):
+                self._run_loop(loop)
+            self.writer.advance(loop.end, self.signals.is_stopping)
+            self.writer.apply_retries()
+        except BaseException as error:
+            code = error.exit_code if isinstance(error, BatchmlaError) else ExitCode.INTERNAL
+            _LOG.error("ended with exit code %d: %s", code, error)
+            raise
+        return self._end(loop)
+
+    # before the loop
+
+    def _clear(self) -> None:
+        """--fresh: deletes what a manifest of ours names, and nothing else."""
+        if read_manifest(self.output) is None:
+            return
+        self.store.remove(self.success)
+        for part in self.ledger.read():
+            self.store.remove(self.output / part.name)
+        for segment in list_segments(self.store.own / "segments"):
+            self.store.remove(segment.path)
+        for path in (self.ledger.path, summary_path(self.output), progress_path(self.output)):
+            self.store.remove(path)
+        self.store.remove(manifest_path(self.output))
+
+    def _part_format(self) -> PartFormat:
+        settings = self.spec.output
+        form = PartFormat(
+            carried=self.table.carried,
+            prefix=settings.prefix,
+            token_ids=settings.token_ids,
+            rows_per_file=settings.rows_per_file,
+            compression=settings.compression,
+        )
+        assert form.schema.names, "a name clash is found here, before anything is written"
+        return form
+
+    def _manifest(self, text: RowText) -> tuple[Manifest, bool]:
+        """The manifest of this run and whether it has to be written; refuses a changed job."""
+        new = make_manifest(
+            self.loaded.resolved(),
+            self.loaded.sources,
+            model=text.model_files,
+            input_fingerprint=self.table.fingerprint(),
+            prompt=text.prompt_hash,
+        )
+        old = read_manifest(self.output)
+        if old is None:
+            return new, True
+        changed = differences(old, new)
+        changed += input_changes(old.input, new.input)
+        if not changed:
+            num_rows = old.num_rows if old.input == new.input else None
+            new = replace(carry_on(old, new), num_rows=num_rows)
+            return new, new != old
+        if not self.wishes.accept_changes:
+            raise refuse(self.output, changed)
+        return accept(old, new), True
+
+    def _prepare(self, found: list[Any]) -> None:
+        """Finds out what is done."""
+        self.journal = Journal(
+            self.store, job=self.manifest.job_id, token_ids=self.spec.output.token_ids
+        )
+        self.writer = Writer(
+            store=self.store,
+            ledger=self.ledger,
+            journal=self.journal,
+            form=self.form,
+            carried=Carried(self.table.carried, self.table.carried_batches),
+            check_input=self._check_input,
+        )
+        self.writer.take_up(found)
+        self.journal.recover(self.writer.parts)
+
+    def _check_input(self) -> None:
+        """Before every part: the carried columns must be those of the rows that made the prompts."""
+        if input_changes(self.manifest.input, plain(self.table.fingerprint())):
+            raise JobError(
+                f"the input ({self.spec.input.path}) was changed while the job ran; put it back and "
+                f"run the same command again, or start over with --fresh"
+            )
+
+    def _is_finished(self, num_rows: int | None, is_new: bool) -> bool:
+        """Whether a run with these wishes would change nothing."""
+        if num_rows is None or not self.success.exists() or self.wishes.accept_changes:
+            return False
+        if self.wishes.retry_failed and self.journal.tally.failed:
+            return False
+        stop = self.writer.stop
+        has_rest = any(segment.last < stop for segment in list_segments(self.journal.folder))
+        allows = self.spec.errors.allows(self.journal.tally.failed, num_rows)
+        return self.writer.is_complete(num_rows) and not has_rest and allows
+
+    def _change_rows(self) -> None:
+        """Applies what a killed retry left, then begins a round of retries if one is wished."""
+        self.journal.tally.add(self.writer.apply_retries())
+        if self.wishes.retry_failed:
+            count = self.journal.forget_failed(self.writer.failed_rows(), self.wishes.limit)
+            _LOG.info("%d failed rows are tried again", count)
+
+    # the loop and what follows
+
+    def _loop(self, text: RowText, num_rows: int | None) -> Loop:
+        engine = self.spec.engine
+        packer = Packer(
+            order=engine.order,
+            window_rows=engine.window_rows,
+            is_stopping=self.signals.is_stopping,
+        )
+        return Loop(
+            rows=self.table,
+            text=text,
+            packer=packer,
+            journal=self.journal,
+            writer=self.writer,
+            signals=self.signals,
+            token_ids=self.spec.output.token_ids,
+            stop_after=self.spec.errors.stop_after,
+            num_rows=num_rows,
+            limit=self.wishes.limit,
+        )
+
+    def _is_left(self, loop: Loop) -> bool:
+        """Whether rows of this run are not done, or may not be."""
+        return loop.end is None or self.journal.done.first_missing() < loop.end
+
+    def _run_loop(self, loop: Loop) -> None:
+        ticker = Ticker(lambda: self._look(loop), make_view(self.progress, sys.stderr), self.store)
+        ticker.start()
+        try:
+            loop.run(lambda: self.seams.engine(self.spec))
+        finally:
+            ticker.stop()
+            if loop.num_rows is not None and loop.num_rows != self.manifest.num_rows:
+                self.manifest = replace(self.manifest, num_rows=loop.num_rows)
+                write_manifest(self.store, self.manifest)
+
+    def _look(self, loop: Loop) -> Snapshot:
+        stats, tally = loop.look(), self.journal.tally
+        return Snapshot(
+            at_s=time.time(),
+            phase=loop.phase,
+            rows=loop.num_rows,
+            done=tally.rows,
+            failed=tally.failed,
+            running=stats.running,
+            waiting=stats.waiting,
+            used_pages=stats.used_pages,
+            total_pages=stats.total_pages,
+            prompt_tokens=stats.prompt_tokens,
+            generated_tokens=stats.generated_tokens,
+            preemptions=stats.preemptions,
+        )
+
+    def _end(self, loop: Loop) -> Summary:
+        """Says how it ended: `_SUCCESS`, summary and exit code."""
+        failed, num_rows = self.journal.tally.failed, loop.num_rows
+        is_complete = (
+            num_rows is not None
+            and self.writer.is_complete(num_rows)
+            and self.journal.done.first_missing() >= num_rows  # false in the midst of retries
+        )
+        code, reason = ExitCode.OK, None
+        if self.signals.signum is not None and not is_complete:
+            code = ExitCode(128 + self.signals.signum)
+            reason = "stopped by a signal; finished rows are saved, the same command goes on"
+        elif loop.is_stopped_by_failures and not is_complete:
+            code = ExitCode.ROWS_FAILED
+            reason = (
+                f"stopped as the first {loop.finished:,} rows all failed (errors.stop_after); the "
+                f"last one: {loop.last_error}"
+            )
+        elif not is_complete:
+            reason = "rows are left; the same command without --limit goes on"
+        elif num_rows and not self.spec.errors.allows(failed, num_rows):
+            code = ExitCode.ROWS_FAILED
+            reason = (
+                f"{failed:,} of {num_rows:,} rows failed, more than errors.max = "
+                f"{self.spec.errors.max} allows; see the column "
+                f"{self.spec.output.prefix}error, then --retry-failed or a higher errors.max"
+            )
+        summary = self._summary(code, num_rows, reason, loop)
+        write_summary(self.store, summary)
+        if is_complete and code is ExitCode.OK:
+            self.journal.drop_published(self.writer.stop, retries=True)
+            self.store.write(self.success, b"")
+        for line in summary.lines():
+            _LOG.info("%s", line)
+        return summary
+
+    def _summary(
+        self, code: ExitCode, num_rows: int | None, reason: str | None, loop: Loop | None
+    ) -> Summary:
+        return make_summary(
+            output=self.output,
+            exit_code=code,
+            num_rows=num_rows,
+            tally=self.journal.tally,
+            stats=EngineStats() if loop is None else loop.stats,
+            engine_s=0.0 if loop is None else loop.engine_s,
+            wall_s=time.monotonic() - self.started_s,
+            rows_this_run=0 if loop is None else loop.finished,
+            duplicates=self.journal.duplicates,
+            reason=reason,
+            effective={} if loop is None else loop.effective,
+            settings=self.manifest.job,
+        )
+
+
+def _stopped_early(store: Store, signals: Signals) -> Summary:
+    """A signal before the loop: this run did nothing."""
+    tally = Tally()
+    for part in Ledger(store).read():
+        tally.add(part.tally)
+    assert signals.signum is not None, "stopped without a signal"
+    return make_summary(
+        output=store.root,
+        exit_code=ExitCode(128 + signals.signum),
+        num_rows=None,
+        tally=tally,
+        stats=EngineStats(),
+        engine_s=0.0,
+        wall_s=0.0,
+        rows_this_run=0,
+        duplicates=0,
+        reason="stopped by a signal before the first row",
+        effective={},
+        settings={},
+    )
+
+
+@contextmanager
+def _log_file(output: Path) -> Iterator[None]:
+    """What the package logs from here on also goes to `_batchmla/run.log`."""
+    path = output / "_batchmla" / "run.log"
+    with storage_errors(path):
+        handler = logging.FileHandler(path, encoding="utf-8")
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    logger = logging.getLogger("batchmla")
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(min(level, logging.INFO) if level else logging.INFO)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+        logger.removeHandler(handler)
+        handler.close()

@@ -1,0 +1,62 @@
+"""What the pipeline needs from its neighbours, so that each can be replaced: input, text, engine, disk."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import pyarrow as pa
+
+from batchmla.core import Engine
+from batchmla.jobs.row import Row
+from batchmla.jobs.rowtext import RowText
+from batchmla.jobs.spec import JobSpec
+from batchmla.jobs.store import Store
+
+
+class ScanResult(Protocol):
+    """What the pre-scan found. `num_rows` is None when it has not seen the end of the input."""
+
+    @property
+    def num_rows(self) -> int | None: ...
+
+
+class Table(Protocol):
+    """The input. It can be read twice: once for prompts, once for the carried columns."""
+
+    @property
+    def carried(self) -> pa.Schema: ...
+
+    def scan(self, mode: str) -> ScanResult:
+        """The look before weights load; raises for what is wrong."""
+        ...
+
+    def rows(self, start: int, limit: int | None) -> Iterator[list[Row]]:
+        """Rows in order from index `start`, at most `limit` of them."""
+        ...
+
+    def carried_batches(self, start: int) -> Iterator[pa.RecordBatch]:
+        """The carried columns from row `start` on."""
+        ...
+
+    def fingerprint(self) -> Any:
+        """JSON values that change when the input does."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedEngine:
+    """An engine and what its `auto` settings became, for the summary."""
+
+    engine: Engine
+    effective: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seams:
+    """How a run gets its neighbours, in the order of use."""
+
+    store: Callable[[Path], Store]
+    table: Callable[[JobSpec], Table]
+    text: Callable[[JobSpec, Table], RowText]
+    engine: Callable[[JobSpec], LoadedEngine]

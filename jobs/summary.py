@@ -1,0 +1,111 @@
+"""What a run ends with: printed as JSON by `run --json`, kept as `_batchmla/summary.json`."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from batchmla.core import EngineStats
+from batchmla.errors import ExitCode
+from batchmla.jobs.ledger import Tally
+from batchmla.jobs.store import Store
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    """Counts are over the whole output; seconds, rates and preemptions are those of this run.
+
+    `rows` is None while the end of the input has not been seen. `settings` maps each field of the
+    job to its value and its source; values that `auto` became are under `effective`.
+    """
+
+    output: str
+    exit_code: int
+    rows: int | None
+    done: int
+    failed: int
+    left: int | None
+    prompt_tokens: int
+    cached_tokens: int
+    reasoning_tokens: int
+    content_tokens: int
+    generated_tokens: int  # by this run's engine, marker and forced tokens included
+    engine_seconds: float
+    wall_seconds: float
+    tokens_per_second: float | None  # generated, over engine_seconds
+    rows_this_run: int
+    preemptions: int
+    engine_steps: int
+    duplicates: int  # rows that two segments held; one was taken
+    reason: str | None = None  # why the job did not end with exit code 0
+    effective: Mapping[str, Any] = field(default_factory=dict)
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+    def lines(self) -> list[str]:
+        """For people."""
+        total = "?" if self.rows is None else f"{self.rows:,}"
+        found = [f"{self.done:,} of {total} rows done, {self.failed:,} failed → {self.output}"]
+        if self.rows_this_run:
+            rate = f", {self.tokens_per_second:,.0f} tokens/s" if self.tokens_per_second else ""
+            found.append(
+                f"this run: {self.rows_this_run:,} rows, {self.generated_tokens:,} generated tokens in "
+                f"{self.engine_seconds:.1f} s{rate}, {self.preemptions:,} preemptions"
+            )
+        if self.reason:
+            found.append(self.reason)
+        return found
+
+
+def summary_path(output: Path) -> Path:
+    return output / "_batchmla" / "summary.json"
+
+
+def make_summary(
+    *,
+    output: Path,
+    exit_code: ExitCode,
+    num_rows: int | None,
+    tally: Tally,
+    stats: EngineStats,
+    engine_s: float,
+    wall_s: float,
+    rows_this_run: int,
+    duplicates: int,
+    reason: str | None,
+    effective: Mapping[str, Any],
+    settings: Mapping[str, Any],
+) -> Summary:
+    """Puts the sums together."""
+    rate = stats.generated_tokens / engine_s if engine_s > 0 and stats.generated_tokens else None
+    return Summary(
+        output=str(output),
+        exit_code=int(exit_code),
+        rows=num_rows,
+        done=tally.rows,
+        failed=tally.failed,
+        left=None if num_rows is None else num_rows - tally.rows,
+        prompt_tokens=tally.prompt_tokens,
+        cached_tokens=tally.cached_tokens,
+        reasoning_tokens=tally.reasoning_tokens,
+        content_tokens=tally.content_tokens,
+        generated_tokens=stats.generated_tokens,
+        engine_seconds=round(engine_s, 3),
+        wall_seconds=round(wall_s, 3),
+        tokens_per_second=None if rate is None else round(rate, 1),
+        rows_this_run=rows_this_run,
+        preemptions=stats.preemptions,
+        engine_steps=stats.steps,
+        duplicates=duplicates,
+        reason=reason,
+        effective=dict(effective),
+        settings=dict(settings),
+    )
+
+
+def write_summary(store: Store, summary: Summary) -> None:
+    store.write(summary_path(store.root), json.dumps(summary.as_dict(), indent=1).encode())

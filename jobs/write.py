@@ -1,0 +1,208 @@
+"""The writer: parts in input order, each published as a whole once all its rows are done.
+
+Carried columns come from a second, sequential reading of the input, our columns from the journal.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from batchmla.errors import JobError, StorageError
+from batchmla.jobs.columns import COUNTS, output_schema, own_schema
+from batchmla.jobs.journal import Journal, tally_of
+from batchmla.jobs.ledger import Ledger, Part, Tally
+from batchmla.jobs.store import Store, storage_errors
+
+GROUP_BYTES = 64 << 20  # of our columns in memory while a part is written
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartFormat:
+    """What a part looks like."""
+
+    carried: pa.Schema
+    prefix: str
+    token_ids: bool
+    rows_per_file: int
+    compression: str
+
+    @property
+    def schema(self) -> pa.Schema:
+        return output_schema(self.carried, self.prefix, self.token_ids)
+
+
+class Carried:
+    """The carried columns, read once from front to back."""
+
+    def __init__(
+        self, schema: pa.Schema, batches: Callable[[int], Iterator[pa.RecordBatch]]
+    ) -> None:
+        self._schema = schema
+        self._open = batches
+        self._batches: Iterator[pa.RecordBatch] = iter(())
+        self._rest: pa.RecordBatch | None = None
+        self._at: int | None = None  # index of the next row
+
+    def take(self, start: int, count: int) -> pa.Table:
+        """Rows start ≤ index < start + count."""
+        if self._at != start:
+            self._batches, self._rest, self._at = self._open(start), None, start
+        taken: list[pa.RecordBatch] = []
+        wanted = count
+        while wanted:
+            batch = self._rest if self._rest is not None else next(self._batches, None)
+            if batch is None:
+                raise JobError(
+                    f"the input ends after row {start + count - wanted} on its second reading and had "
+                    f"more rows before; it was changed while the job ran: use --fresh"
+                )
+            head = batch.slice(0, wanted)
+            self._rest = batch.slice(wanted) if batch.num_rows > wanted else None
+            wanted -= head.num_rows
+            taken.append(head)
+        self._at = start + count
+        return pa.Table.from_batches(taken, schema=self._schema)
+
+
+@dataclass(kw_only=True)
+class Writer:
+    """Publishes parts. `published` holds what was found on the disk, one flag each: there or lost."""
+
+    store: Store
+    ledger: Ledger
+    journal: Journal
+    form: PartFormat
+    carried: Carried
+    check_input: Callable[[], None]  # raises when the input is no longer what was read first
+    parts: list[Part] = field(default_factory=list)  # there and sound, by number
+    _holes: list[Part] = field(default_factory=list)  # were there, are lost
+
+    def take_up(self, found: Sequence[tuple[Part, bool]]) -> None:
+        """Starts from the parts of earlier runs."""
+        self.parts = [part for part, is_sound in found if is_sound]
+        self._holes = [part for part, is_sound in found if not is_sound]
+
+    @property
+    def stop(self) -> int:
+        """Every row below it is in a published part."""
+        if self._holes:
+            return self._holes[0].start
+        return self.parts[-1].stop if self.parts else 0
+
+    def is_complete(self, num_rows: int) -> bool:
+        """Whether parts hold all `num_rows` rows; a job without rows has one empty part."""
+        return bool(self.parts) and self.stop >= num_rows
+
+    def advance(self, end: int | None, is_stopping: Callable[[], bool] = lambda: False) -> None:
+        """Publishes every part that can be; `end`, once known, cuts the last one short."""
+        while not is_stopping() and (part := self._next(end)):
+            tally = self._write(part, self._groups(part))
+            self._publish(part, tally)
+            self.journal.drop_published(self.stop)
+
+    def apply_retries(self) -> Tally:
+        """Rewrites the parts that retried rows belong to. Returns what that changes in the sums."""
+        change = Tally()
+        pending = self.journal.pending_retries()
+        for part in list(self.parts):
+            if not any(segment.overlaps(part.start, part.stop) for segment in pending):
+                continue
+            retried = self.journal.rows(part.start, part.stop, retries_only=True)
+            if retried.num_rows:
+                tally = self._write(part, self._retried_groups(part, retried))
+                change.add(part.tally, sign=-1)
+                change.add(tally)
+                self._publish(part, tally)
+        if pending:
+            self.journal.drop_published(self.stop, retries=True)
+        return change
+
+    def failed_rows(self) -> Iterator[pa.Table]:
+        """The failed rows of each published part: index, counts, error."""
+        prefix = self.form.prefix
+        for part in self.parts:
+            if not part.tally.failed:
+                continue
+            names = [prefix + name for name in (*COUNTS, "error")]
+            table = pq.read_table(self.store.root / part.name, columns=names, partitioning=None)
+            table = table.rename_columns([*COUNTS, "error"])
+            index = pa.array(np.arange(part.start, part.stop, dtype=np.int64))
+            table = table.append_column("index", index)
+            yield table.filter(pc.is_valid(table.column("error")))
+
+    def _next(self, end: int | None) -> Part | None:
+        """The part to be written now, if all its rows are done."""
+        if self._holes:
+            hole = self._holes[0]
+            return hole if self.journal.done.first_missing() >= hole.stop else None
+        start = self.stop
+        stop = start + self.form.rows_per_file
+        if end is not None:
+            stop = min(stop, end)
+        if stop <= start and not (end == 0 and not self.parts):
+            return None
+        if self.journal.done.first_missing() < stop:
+            return None
+        return Part(number=len(self.parts), start=start, stop=max(stop, start))
+
+    def _groups(self, part: Part) -> Iterator[tuple[pa.Table, pa.Table]]:
+        """(carried, ours) for consecutive ranges of a part, each small enough for memory."""
+        num_rows = part.stop - part.start
+        num_groups = 1 + self.journal.stored_bytes(part.start, part.stop) // GROUP_BYTES
+        group_rows = max(1, -(-num_rows // num_groups))
+        for start in range(part.start, part.stop, group_rows):
+            stop = min(start + group_rows, part.stop)
+            own = self.journal.rows(start, stop)
+            if own.num_rows != stop - start:
+                raise StorageError(
+                    f"{self.journal.folder}: segments with rows of {start}-{stop - 1} have gone "
+                    f"while the job ran; run the same command again: these rows are done anew"
+                )
+            yield self.carried.take(start, stop - start), own
+
+    def _retried_groups(self, part: Part, retried: pa.Table) -> Iterator[tuple[pa.Table, pa.Table]]:
+        """(carried, ours) of a published part with the retried rows in place of the old ones."""
+        own = own_schema(self.form.token_ids)
+        carried_names = self.form.carried.names
+        retried_index = retried.column("index").to_numpy()
+        retried = retried.select(own.names)
+        start = part.start
+        for batch in pq.ParquetFile(self.store.root / part.name).iter_batches(2048):
+            table = pa.Table.from_batches([batch])
+            low, high = np.searchsorted(retried_index, [start, start + table.num_rows])
+            order = np.arange(table.num_rows)
+            order[retried_index[low:high] - start] = table.num_rows + np.arange(high - low)
+            old = table.select([self.form.prefix + name for name in own.names])
+            old = old.rename_columns(own.names).cast(own)
+            both = pa.concat_tables([old, retried.slice(int(low), int(high - low))])
+            yield table.select(carried_names), both.take(pa.array(order))
+            start += table.num_rows
+
+    def _write(self, part: Part, groups: Iterator[tuple[pa.Table, pa.Table]]) -> Tally:
+        """Writes the part aside and returns the sums of its rows."""
+        schema, tally = self.form.schema, Tally()
+        names = own_schema(self.form.token_ids).names
+        target = self.store.aside / part.name
+        with (
+            storage_errors(self.store.root / part.name),
+            pq.ParquetWriter(target, schema, compression=self.form.compression) as file,
+        ):
+            for carried, own in groups:
+                tally.add(tally_of(own))
+                columns = [*carried.columns, *(own.column(name) for name in names)]
+                file.write_table(pa.Table.from_arrays(columns, schema=schema))
+        return tally
+
+    def _publish(self, part: Part, tally: Tally) -> None:
+        self.check_input()
+        part = Part(number=part.number, start=part.start, stop=part.stop, tally=tally)
+        self.ledger.add(part)
+        self.store.publish(part.name, self.store.root / part.name)
+        if self._holes and self._holes[0].number == part.number:
+            self._holes.pop(0)
+        self.parts = [each for each in self.parts if each.number != part.number] + [part]
+        self.parts.sort(key=lambda each: each.number)
