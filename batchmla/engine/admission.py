@@ -1,8 +1,7 @@
 """How many sequences may run at once: a forecast of the pages they will hold until they finish.
-
-Every running sequence is expected to grow by r more tokens. While it lives all of them grow in step, so
-the pool is fullest right before some sequence ends. With sequences sorted by r, longest first, those
-alive after r_i steps are 1..i, and the pages they hold then are
+ Every running sequence is expected to grow by r more tokens. While it lives all of them grow in
+step, so the pool is fullest right before some sequence ends. With sequences sorted by r, longest
+first, those alive after r_i steps are 1..i, and the pages they hold then are
 
     shared + Σ_{j≤i} ( private_j + ceil(r_i / page_tokens) )
 
@@ -19,7 +18,8 @@ from batchmla.engine.sequence import Sequence
 class LengthEstimator:
     """The expected length of a completion, learned from finished ones.
 
-    Mean plus mean deviation, both as running averages that start from `prior_tokens` and forget slowly.
+    Mean plus mean deviation, both as running averages that start from `prior_tokens` and forget
+    slowly.
     """
 
     def __init__(self, prior_tokens: int = 512, memory: int = 256) -> None:
@@ -40,7 +40,9 @@ class LengthEstimator:
         return max(1, round(self._mean + self._deviation))
 
     def remaining(self, sequence: Sequence, page_tokens: int) -> int:
-        """Tokens the sequence is expected to grow by; one that outlived its estimate, by a quarter again."""
+        """Tokens the sequence is expected to grow by; one that outlived its estimate, by a quarter
+        again.
+        """
         expected = sequence.prompt.expected_tokens or self.expected_tokens
         generated = sequence.num_generated
         left = expected - generated
@@ -70,7 +72,9 @@ class Forecast:
         self._shared_pages = max(0, used_pages - sum(self._private))
 
     def peak_pages(self, candidate: Sequence, new_pages: int, reused_idle_pages: int) -> int:
-        """The forecast if `candidate` joined with `new_pages` of its own and so many idle ones taken up."""
+        """The forecast if `candidate` joined with `new_pages` of its own and so many idle ones
+        taken up.
+        """
         growth = self._estimator.remaining(candidate, self._page_tokens)
         private = np.array([*self._private, new_pages], np.int64)
         remaining = np.array([*self._remaining, growth], np.int64)

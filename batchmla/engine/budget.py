@@ -1,7 +1,7 @@
-"""The reasoning budget of one sequence: counts generated tokens inside the reasoning, then dictates the end.
-
-States: waiting for the opening marker → open → (budget spent) forcing → closed; a complete end marker
-written by the model closes it too. Closed is final.
+"""The reasoning budget of one sequence: counts generated tokens inside the reasoning, then dictates
+the end.
+ States: waiting for the opening marker → open → (budget spent) forcing → closed; a complete end
+marker written by the model closes it too. Closed is final.
 """
 
 from collections import deque

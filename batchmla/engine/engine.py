@@ -1,26 +1,50 @@
-"""Prompts in, completions out: the loop around scheduler and runner. Token ids only, no text, no files.
+"""Prompts in, completions out: the loop around scheduler and runner. Token ids only, no text.
 
-`load_engine` builds the engine of a model folder; `EngineCore` takes the parts.
+`load_engine` builds the engine of a model folder, `plan_engine` tells what that would be;
+`EngineCore` takes the parts.
 """
 
+import json
+import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import Any
 
-import numpy as np
 import torch
 
-from batchmla.core import Completion, EngineStats, Prompt, PromptSource
+from batchmla import kernels
+from batchmla.core import Completion, EngineOptions, EngineStats, Prompt, PromptSource
+from batchmla.engine.config import (
+    EngineConfig,
+    LayoutOf,
+    draft,
+    resolve,
+    settle_backend,
+    settle_dtype,
+    settle_placement,
+)
+from batchmla.engine.hardware import Hardware, detect
 from batchmla.engine.runner import Runner
 from batchmla.engine.sampler import Draw, SampleOp, Sampler
 from batchmla.engine.scheduler import Chunk, Limits, Scheduler
 from batchmla.engine.sequence import failed
+from batchmla.errors import JobError
+from batchmla.kernels.cpu.sample import sample as fast_sample
+from batchmla.kernels.reference.sample import sample as plain_sample
 from batchmla.kv.layout import KVLayout
 from batchmla.kv.pages import PageTable
+from batchmla.models import get_family
+from batchmla.models.base import Model, ModelConfig
+from batchmla.models.load import count_model, load_model
+from batchmla.parallel import Par
+from batchmla.placement import Placement
+from batchmla.weights.folder import find_model
 
-if TYPE_CHECKING:
-    from batchmla.models.base import Model
+logger = logging.getLogger(__name__)
+
+SAMPLE_OPS: Mapping[str, SampleOp] = {"cpu": fast_sample, "reference": plain_sample}
 
 
 @dataclass(slots=True)
@@ -39,7 +63,7 @@ class EngineCore:
 
     def __init__(
         self,
-        model: "Model",
+        model: Model,
         layout: KVLayout,
         *,
         num_pages: int,
@@ -57,7 +81,9 @@ class EngineCore:
         self._is_busy = False
 
     def generate(self, source: PromptSource) -> Iterator[Completion]:
-        """Every prompt of `source` as one completion, in order of completion. Closing it aborts the rest."""
+        """Every prompt of `source` as one completion, in order of completion. Closing it aborts the
+        rest.
+        """
         assert not self._is_busy, "this engine is already generating"
         self._is_busy = True
         try:
@@ -127,7 +153,7 @@ class EngineCore:
         ]
         totals = self._totals
         totals.steps += 1
-        totals.computed_tokens += int(np.sum([chunk.count for chunk in chunks]))
+        totals.computed_tokens += sum(chunk.count for chunk in chunks)
         totals.step_s += time.perf_counter() - start_s
         return completions
 
@@ -149,3 +175,76 @@ class EngineCore:
         self._runner.forget(sequence)
         self._scheduler.finish(sequence)
         return sequence.completion(reason)
+
+
+def plan_engine(
+    raw_config: Mapping[str, Any], options: EngineOptions, hardware: Hardware
+) -> EngineConfig:
+    """The engine of a parsed `config.json`, fitting or not; no weights, nothing allocated."""
+    return draft(*_facts(raw_config, options, hardware))
+
+
+def load_engine(options: EngineOptions, *, vocab_limit: int | None = None) -> EngineCore:
+    """Finds the folder, settles the configuration, loads the weights, allocates the cache.
+
+    `vocab_limit`, one more than the tokenizer's highest id, keeps ids that only pad the logits from
+    being drawn; None: every id of the config is real.
+    """
+    folder = find_model(options.model)
+    raw_config = read_config(folder)
+    facts = _facts(raw_config, options, detect(options.device))
+    config = resolve(*facts)
+    for note in config.notes:
+        logger.info("%s", note)
+    device = torch.device(config.device)
+    model = load_model(
+        folder,
+        raw_config,
+        config.placement,
+        Par.single(),
+        kernels.load(config.backend),
+        getattr(torch, config.dtype),
+        device,
+        config.load_format,
+    )
+    vocab_size: int = facts[1].vocab_size
+    return EngineCore(
+        model,
+        config.layout,
+        num_pages=config.num_pages,
+        limits=config.limits,
+        sample=SAMPLE_OPS[config.backend],
+        vocab_limit=min(vocab_size, vocab_limit or vocab_size),
+        device=device,
+    )
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The folder's `config.json`."""
+    path = folder / "config.json"
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise JobError(f"{path} cannot be read ({error.strerror}); give a model folder") from error
+    except ValueError as error:
+        raise JobError(f"{path} is not JSON ({error}); copy it again from the model") from error
+    if not isinstance(raw, dict):
+        raise JobError(f"{path} holds no JSON object; copy it again from the model")
+    return raw
+
+
+def _facts(
+    raw_config: Mapping[str, Any], options: EngineOptions, hardware: Hardware
+) -> tuple[EngineOptions, ModelConfig, LayoutOf, Hardware, int]:
+    """What `draft` and `resolve` take."""
+    family = get_family(raw_config)
+    config: ModelConfig = family.Config.from_hf(raw_config)
+
+    def layout_of(kv_dtype: str, placement: Placement, page_tokens: int) -> KVLayout:
+        return family.layout(config, kv_dtype, placement, page_tokens)
+
+    placement = settle_placement(options, hardware)
+    dtype = getattr(torch, settle_dtype(options, config, hardware))
+    ops = kernels.load(settle_backend(options))
+    count = count_model(raw_config, placement, ops, dtype)
+    return options, config, layout_of, hardware, count.weights_bytes

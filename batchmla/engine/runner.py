@@ -4,7 +4,6 @@ N rows that are sampled, M model width, V vocabulary.
 """
 
 from collections.abc import Sequence as Items
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -15,9 +14,7 @@ from batchmla.engine.step import build_step
 from batchmla.errors import DeviceError
 from batchmla.kv.cache import make_cache
 from batchmla.kv.layout import KVLayout
-
-if TYPE_CHECKING:
-    from batchmla.models.base import Model
+from batchmla.models.base import Model
 
 
 class Runner:
@@ -25,7 +22,7 @@ class Runner:
 
     def __init__(
         self,
-        model: "Model",
+        model: Model,
         layout: KVLayout,
         num_pages: int,
         sampler: Sampler,
@@ -68,7 +65,9 @@ class Runner:
 
     @torch.inference_mode()
     def clear(self, pages: Items[int]) -> None:
-        """Zeroes pages that may hold non-finite rows: masked or not, those would poison their next holder."""
+        """Zeroes pages that may hold non-finite rows: masked or not, those would poison their next
+        holder.
+        """
         if not pages:
             return
         rows = torch.tensor(pages, device=self._device)

@@ -1,8 +1,7 @@
 """From logits to the next token of every row: faults, penalties, masks, the draw, forced tokens.
-
-Works on all rows at once; the host only looks at what differs by row. A row's result depends on its own logits and
-parameters, on its stream key and on the position, never on its neighbours or on earlier steps' order.
-N rows, V vocabulary, S remembered sequences.
+ Works on all rows at once; the host only looks at what differs by row. A row's result depends on
+its own logits and parameters, on its stream key and on the position, never on its neighbours or on
+earlier steps' order. N rows, V vocabulary, S remembered sequences.
 """
 
 from collections.abc import Callable
@@ -26,7 +25,7 @@ class Draw:
 
 
 class SeenTokens:
-    """Which ids each penalised sequence has in its prompt or completion: a bit table on the device."""
+    """Which ids each penalised sequence holds already: a table of bools on the device."""
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
         self._vocab_size = vocab_size
@@ -71,7 +70,9 @@ class SeenTokens:
 
 
 class Sampler:
-    """Draws tokens below `vocab_limit`, the tokenizer's size: ids that only pad the logits are never drawn."""
+    """Draws tokens below `vocab_limit`, the tokenizer's size: ids that only pad the logits are
+    never drawn.
+    """
 
     def __init__(self, op: SampleOp, *, vocab_limit: int, device: torch.device) -> None:
         self._op = op
@@ -106,7 +107,7 @@ class Sampler:
         return draws
 
     def _finite_rows(self, logits_NV: torch.Tensor) -> list[bool]:
-        """Which rows hold finite numbers only; the others are set to 0 so that the batch can go on."""
+        """Which rows hold finite numbers only; the others are set to 0 so that the rest goes on."""
         is_finite_N = torch.isfinite(logits_NV.sum(dim=1))  # one pass; NaN and inf survive a sum
         if not bool(is_finite_N.all()):
             is_finite_N = torch.isfinite(logits_NV).all(dim=1)  # a sum may also overflow
@@ -114,7 +115,9 @@ class Sampler:
         return list(map(bool, is_finite_N.tolist()))
 
     def _penalise(self, logits_NV: torch.Tensor, sequences: Items[Sequence]) -> None:
-        """Repetition penalty p on every id seen: l / p where l > 0, l * p elsewhere (CTRL, section 4.1)."""
+        """Repetition penalty p on every id seen: l / p where l > 0, l * p elsewhere (CTRL, section
+        4.1).
+        """
         rows = [
             row
             for row, sequence in enumerate(sequences)

@@ -1,10 +1,9 @@
 """Who gets how many tokens of the next forward pass. Host only; knows no tensors and no model.
-
-There are no phases: a sequence wants `len(tokens) - computed` tokens, whether they are its prompt, one
-generated token, or everything again after a preemption. Sequences that want one token come first, then
-chunks of the others fill the token budget, oldest first; a chunk may end anywhere. When pages run out the
-youngest sequence gives back its own and computes them again later. The oldest is therefore never stopped,
-and since a full context fits into the pool, every sequence ends.
+ There are no phases: a sequence wants `len(tokens) - computed` tokens, whether they are its prompt,
+one generated token, or everything again after a preemption. Sequences that want one token come
+first, then chunks of the others fill the token budget, oldest first; a chunk may end anywhere. When
+pages run out the youngest sequence gives back its own and computes them again later. The oldest is
+therefore never stopped, and since a full context fits into the pool, every sequence ends.
 """
 
 from collections import deque
@@ -37,8 +36,8 @@ class Chunk:
 class Limits:
     """What bounds a step and a sequence.
 
-    `prefix_caching` shares pages by content; `share_generated` lets pages with generated tokens in them
-    be found again too (exact mode switches that off).
+    `prefix_caching` shares pages by content; `share_generated` lets pages with generated tokens in
+    them be found again too (exact mode switches that off).
     """
 
     max_model_len: int
@@ -128,7 +127,9 @@ class Group:
         sequence.published = full
 
     def drop(self, sequence: Sequence, *, keep_pages: int) -> list[int]:
-        """Takes the sequence off the pool; its first `keep_pages` pages stay findable. Blank pages come back."""
+        """Takes the sequence off the pool; its first `keep_pages` pages stay findable. Blank pages
+        come back.
+        """
         self.running.remove(sequence)
         for name in sequence.hashes[sequence.published :]:
             if self._computing.get(name) is sequence:
@@ -173,13 +174,15 @@ class Scheduler:
 
     @property
     def appetite(self) -> int:
-        """Prompts worth adding now: a short queue, and what could be admitted as long as pages last."""
+        """Prompts worth adding now: a short queue, and what could be admitted as long as pages
+        last.
+        """
         is_open = not self._is_full and not self._preempted
         places = self.limits.max_num_seqs - self.num_running if is_open else 0
         return max(0, places + max(2, self.limits.max_num_seqs // 8) - len(self._waiting))
 
     def add(self, prompt: Prompt) -> Completion | None:
-        """Queues a prompt; the completion at once if it can never run or has nothing to generate."""
+        """Queues a prompt; a completion if it can never run or has nothing to generate."""
         limit = self.limits.max_model_len
         length = len(prompt.token_ids)
         if length == 0:
@@ -187,8 +190,8 @@ class Scheduler:
         if length + 1 > limit:
             return failed(
                 prompt,
-                f"the prompt has {length} tokens, which with one token to generate exceeds the limit of "
-                f"{limit} (model.max_model_len); shorten it or set prompt.too_long",
+                f"the prompt has {length} tokens, which with one more to generate exceeds "
+                f"model.max_model_len = {limit}; shorten it or set prompt.too_long",
             )
         sequence = Sequence(prompt, arrival=self._arrivals, max_model_len=limit)
         if sequence.max_total <= length:
@@ -230,7 +233,9 @@ class Scheduler:
         self._is_full = False
 
     def fail(self, sequence: Sequence) -> list[int]:
-        """Frees a sequence whose rows are bad; no page of it is found again. Returns the blank pages."""
+        """Frees a sequence whose rows are bad; no page of it is found again. Returns the blank
+        pages.
+        """
         self.group.pages.withdraw(sequence.pages.view.tolist())
         self._is_full = False
         return self.group.drop(sequence, keep_pages=0)
@@ -249,7 +254,9 @@ class Scheduler:
         return count
 
     def _make_room(self, sequence: Sequence) -> bool:
-        """Grows the sequence by preempting younger ones; False when it was the youngest and went itself."""
+        """Grows the sequence by preempting younger ones; False when it was the youngest and went
+        itself.
+        """
         while not self.group.grow(sequence):
             youngest = self.group.running[-1]
             self._preempt(youngest)
@@ -266,7 +273,9 @@ class Scheduler:
         self._preempted.insert(place, sequence)
 
     def _admit(self, left: int, chunks: list[Chunk]) -> None:
-        """Preempted sequences first, then waiting ones in order, while tokens, places and pages last."""
+        """Preempted sequences first, then waiting ones in order, while tokens, places and pages
+        last.
+        """
         if self._is_full or not (self._preempted or self._waiting):
             return
         pages = self.group.pages

@@ -44,8 +44,8 @@ class GrowingIds(Generic[IntType]):
 class Sequence:
     """Tokens known, tokens computed, pages held.
 
-    `num_tokens` counts prompt and generated tokens, `computed` those whose rows are in the cache. The
-    sequence is sampled when a step makes the two equal. `arrival` orders sequences by age.
+    `num_tokens` counts prompt and generated tokens, `computed` those whose rows are in the cache.
+    The sequence is sampled when a step makes the two equal. `arrival` orders sequences by age.
     """
 
     def __init__(self, prompt: Prompt, *, arrival: int, max_model_len: int) -> None:
@@ -84,9 +84,11 @@ class Sequence:
         return None if self.budget is None else self.budget.forced()
 
     def push(self, token_id: int, *, is_forced: bool) -> FinishReason | None:
-        """Takes the token drawn or forced for the next position; the reason if that ended the sequence.
+        """Takes the token drawn or forced for the next position; the reason if that ended the
+        sequence.
 
-        A stop id is not appended. Forced tokens never stop a sequence, but they count towards its length.
+        A stop id is not appended. Forced tokens never stop a sequence, but they count towards its
+        length.
         """
         if not is_forced and token_id in self.prompt.params.stop_ids:
             return FinishReason.STOP

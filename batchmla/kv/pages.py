@@ -1,8 +1,7 @@
 """Who holds which page of the KV pool: allocate, share by content, free. Host only, no tensors.
-
-A page is in one of three states: held (one or more references), idle (no reference, but published under
-the hash of its content, so that a later sequence can take it again) or blank (free, content unknown).
-Idle pages are turned blank, least recently used first, only when blank ones run out.
+ A page is in one of three states: held (one or more references), idle (no reference, but published
+under the hash of its content, so that a later sequence can take it again) or blank (free, content
+unknown). Idle pages are turned blank, least recently used first, only when blank ones run out.
 """
 
 from collections import OrderedDict
@@ -25,7 +24,9 @@ def page_hash(parent: PageHash, token_ids: npt.NDArray[np.int32]) -> PageHash:
 def chain_hashes(
     known: list[PageHash], token_ids: npt.NDArray[np.int32], page_tokens: int, num_tokens: int
 ) -> None:
-    """Extends `known`, the hashes of the leading pages, to all full pages of the first `num_tokens` ids."""
+    """Extends `known`, the hashes of the leading pages, to all full pages of the first `num_tokens`
+    ids.
+    """
     for index in range(len(known), num_tokens // page_tokens):
         parent = known[-1] if known else b""
         known.append(page_hash(parent, token_ids[index * page_tokens : (index + 1) * page_tokens]))
@@ -87,8 +88,9 @@ class PageTable:
     ) -> list[int]:
         """`count` pages with one reference each, consecutive where possible.
 
-        `after` is the sequence's last page: the pages following it are tried first. Otherwise a new run starts where
-        `room_pages` (the sequence's expected growth) fit, so that neighbours do not grow into each other.
+        `after` is the sequence's last page: the pages following it are tried first. Otherwise a new
+        run starts where `room_pages` (the sequence's expected growth) fit, so that neighbours do
+        not grow into each other.
         """
         assert count <= self.available_pages, f"{count} of {self.available_pages} pages"
         if count > self._num_blank:
@@ -108,14 +110,15 @@ class PageTable:
         return pages
 
     def publish(self, page: int, name: PageHash) -> None:
-        """Makes a full, computed page findable; of two pages of the same content the first stays."""
+        """Makes a full, computed page findable; of two with the same content the first stays."""
         assert self.refs[page] > 0, f"page {page} is published by no holder"
         if name not in self._page_of and self._hash_of[page] is None:
             self._page_of[name] = page
             self._hash_of[page] = name
 
     def release(self, pages: Sequence[int], *, keep: int) -> list[int]:
-        """Drops one reference each; of those then free, the first `keep` stay findable if published.
+        """Drops one reference each; of those then free, the first `keep` stay findable if
+        published.
 
         Returns the pages that became blank. Early pages of a prefix are evicted after later ones.
         """
@@ -161,7 +164,9 @@ class PageTable:
         self._num_blank -= len(pages)
 
     def _find_run(self, wanted: int, room: int) -> list[int]:
-        """Up to `wanted` consecutive blank pages: from the first run of `room` after the cursor, else the longest."""
+        """Up to `wanted` consecutive blank pages: from the first run of `room` after the cursor,
+        else the longest.
+        """
         blank = np.flatnonzero(self._is_blank_P)
         cuts = np.flatnonzero(np.diff(blank) > 1) + 1
         split = int(np.searchsorted(blank, self._cursor))

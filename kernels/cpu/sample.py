@@ -1,8 +1,8 @@
 """Drawing tokens for all rows at once; `reference/sample.py` says what is drawn.
-
-Greedy rows cost one argmax. Rows without top-k and top-p need no order: block sums of the weights lead to the token.
-Rows with them look at the largest few logits, and at more only where those do not hold the whole nucleus.
-Plain torch, so it runs on any device. N rows, V vocabulary, K candidates, G blocks of the vocabulary.
+ Greedy rows cost one argmax. Rows without top-k and top-p need no order: block sums of the weights
+lead to the token. Rows with them look at the largest few logits, and at more only where those do
+not hold the whole nucleus. Plain torch, so it runs on any device. N rows, V vocabulary, K
+candidates, G blocks of the vocabulary.
 """
 
 import torch
@@ -87,12 +87,14 @@ def _draw_by_id(
     min_p_N: torch.Tensor,
     u_N: torch.Tensor,
 ) -> torch.Tensor:
-    """Weights in float32, sums in float64: first the block that holds the token, then the token in it."""
+    """Weights in float32, sums in float64: first the block that holds the token, then the token in
+    it.
+    """
     best_N1 = logits_NV.max(dim=1, keepdim=True).values
     weights_NV = torch.exp((logits_NV - best_N1) / temperature_N.float()[:, None])
     if bool((min_p_N > 0).any()):
         weights_NV = weights_NV.masked_fill_(weights_NV < min_p_N.float()[:, None], 0.0)
-    weights_NGB = F.pad(weights_NV, (0, -weights_NV.shape[1] % BLOCK)).unflatten(1, (-1, BLOCK))
+    weights_NGB = F.pad(weights_NV, (0, -weights_NV.shape[1] % BLOCK)).view(len(u_N), -1, BLOCK)
     blocks_NG = weights_NGB.sum(dim=2, dtype=torch.float64).cumsum(dim=1)
     target_N1 = u_N[:, None] * blocks_NG[:, -1:]
     block_N1 = _first_above(blocks_NG, target_N1)
@@ -105,7 +107,9 @@ def _draw_by_id(
 
 
 def _first_above(sums_NK: torch.Tensor, target_N1: torch.Tensor) -> torch.Tensor:
-    """[N, 1]: the first place whose running sum exceeds the target, at most the last that adds to it."""
+    """[N, 1]: the first place whose running sum exceeds the target, at most the last that adds to
+    it.
+    """
     last_N1 = torch.searchsorted(sums_NK, sums_NK[:, -1:].contiguous())
     return torch.minimum(torch.searchsorted(sums_NK, target_N1.contiguous(), right=True), last_N1)
 
@@ -118,7 +122,9 @@ def _draw_by_size(
     min_p_N: torch.Tensor,
     u_N: torch.Tensor,
 ) -> torch.Tensor:
-    """Tries the 64, then the 1024 largest logits, then all; every width gives a settled row the same id."""
+    """Tries the 64, then the 1024 largest logits, then all; every width gives a settled row the
+    same id.
+    """
     vocab = logits_NV.shape[1]
     best_N1 = logits_NV.max(dim=1, keepdim=True).values.double()
     total_N = torch.zeros_like(u_N)
@@ -151,9 +157,9 @@ def _draw_by_size(
 def _total_weights(
     logits_NV: torch.Tensor, best_N1: torch.Tensor, temperature_N: torch.Tensor
 ) -> torch.Tensor:
-    """[N] float64: the sum of all weights, in blocks so that no float64 copy of the logits is made."""
+    """[N] float64: the sum of all weights, in parts: no float64 copy of the logits is made."""
     total_N = torch.zeros_like(temperature_N)
-    for part_NB in logits_NV.split(64 * BLOCK, dim=1):
+    for part_NB in torch.split(logits_NV, 64 * BLOCK, dim=1):
         total_N += torch.exp((part_NB.double() - best_N1) / temperature_N[:, None]).sum(dim=1)
     return total_N
 
@@ -169,7 +175,9 @@ def _draw_among(
     total_N: torch.Tensor,
     u_N: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ids drawn from the `width` largest logits, and whether all that top-k and top-p keep is among them."""
+    """Ids drawn from the `width` largest logits, and whether all that top-k and top-p keep is among
+    them.
+    """
     vocab = logits_NV.shape[1]
     logits_NK, ids_NK, beyond_N = _largest(logits_NV, width)
     weights_NK = torch.exp((logits_NK.double() - best_N1) / temperature_N[:, None])

@@ -1,13 +1,12 @@
 """How a token is drawn: the specification, one row at a time, everything in float64.
 
-    u  = Philox-4x32-10(counter = (position, 0, 0, 0), key = stream key), 53 bits in [0, 1)
-    y  = (logits - max) / temperature, w = exp(y)
-    top-k keeps the k largest, top-p the shortest run of the largest whose weights reach p of the weight
-    kept so far, min-p what weighs at least min_p times the largest
-    the token is the first whose running sum of kept weights exceeds u times their total
-
-Equal logits are ordered by id. The running sum goes from the largest logit down when top-k or top-p is
-on, and by id otherwise. Temperature 0 takes the largest logit, the lowest id among equals.
+    u  = Philox-4x32-10(counter = (position, 0, 0, 0), key = stream key), 53 bits in [0, 1) y  =
+    (logits - max) / temperature, w = exp(y) top-k keeps the k largest, top-p the shortest run of
+    the largest whose weights reach p of the weight kept so far, min-p what weighs at least min_p
+    times the largest the token is the first whose running sum of kept weights exceeds u times their
+    total
+ Equal logits are ordered by id. The running sum goes from the largest logit down when top-k or
+top-p is on, and by id otherwise. Temperature 0 takes the largest logit, the lowest id among equals.
 
 Philox: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC11, section 3.3.
 N rows, V vocabulary.
@@ -59,8 +58,9 @@ def sample(
 ) -> torch.Tensor:
     """One id a row, int64 [N].
 
-    `logits` is float32, -inf for ids that must not be drawn; `temperature`, `top_p` and `min_p` are float64, the others
-    int64 (a stream key is the bit pattern of 64 unsigned bits). top_k 0, top_p 1 and min_p 0 mean off.
+    `logits` is float32, -inf for ids that must not be drawn; `temperature`, `top_p` and `min_p` are
+    float64, the others int64 (a stream key is the bit pattern of 64 unsigned bits). top_k 0, top_p
+    1 and min_p 0 mean off.
     """
     ids = [
         _sample_row(

@@ -1,4 +1,4 @@
-"""The scheduler under thousands of random steps, driven by a model that reads its own tokens back."""
+"""The scheduler under thousands of random steps, with a model that reads its tokens back."""
 
 import numpy as np
 import pytest

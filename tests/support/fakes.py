@@ -48,10 +48,11 @@ def greedy_ids(token_ids: Iterable[int], num_tokens: int, vocab: int = FAKE_VOCA
 
 
 class FakeModel:
-    """Reads a sequence's own tokens back out of the paged cache; its logits are a function of those alone.
+    """Reads a sequence's own tokens back out of the paged cache; its logits are a function of those
+    alone.
 
-    A page that was lost, shared wrongly, overwritten or not yet written gives wrong tokens. `on_step` sees
-    every step before it runs. A sequence that holds `poison` gets NaN logits.
+    A page that was lost, shared wrongly, overwritten or not yet written gives wrong tokens.
+    `on_step` sees every step before it runs. A sequence that holds `poison` gets NaN logits.
     """
 
     def __init__(
@@ -69,7 +70,7 @@ class FakeModel:
         return {}
 
     def forward(self, step: Step, plans: Any, cache: Sequence[LayerCache]) -> torch.Tensor:
-        """[T, 1] hashes in float64, from what the cache holds after this step's rows are written."""
+        """[T, 1] hashes in float64, of what the cache holds once this step's rows are written."""
         if self.on_step is not None:
             self.on_step(step)
         rows_T2 = torch.stack((step.tokens_T, step.positions_T), dim=1).float()

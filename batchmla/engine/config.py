@@ -1,0 +1,331 @@
+"""Settles every "auto" of `EngineOptions` once, by arithmetic alone: nothing is allocated or
+loaded.
+
+`draft` also describes an engine that does not fit, for `plan`; `resolve` refuses it.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from batchmla.core import EngineOptions
+from batchmla.engine.hardware import Hardware
+from batchmla.engine.scheduler import Limits
+from batchmla.errors import DeviceError, JobError
+from batchmla.kv.capacity import MemoryBudget, kv_capacity_tokens, pages_within, pool_bytes
+from batchmla.kv.layout import DTYPE_BYTES, KVLayout
+from batchmla.models.base import ModelConfig
+from batchmla.placement import Placement
+
+LayoutOf = Callable[[str, Placement, int], KVLayout]  # (kv dtype, placement, page tokens)
+
+SMALL_MODEL_BYTES = 4 * 2**30
+TINY_MODEL_BYTES = 2**28
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """An engine with nothing left open. `notes` says what was chosen and is worth telling.
+
+    `memory` is one device's; `workspace_bytes` in it is an estimate (see `Workspace`). `misfit` is
+    the sentence that `resolve` raises when the engine does not fit.
+    """
+
+    device: Literal["cuda", "cpu"]
+    backend: Literal["reference", "cpu"]
+    dtype: str
+    kv_dtype: str
+    load_format: Literal["safetensors", "dummy"]
+    placement: Placement
+    layout: KVLayout
+    num_pages: int
+    max_model_len: int
+    max_num_seqs: int
+    max_batched_tokens: int
+    prefix_caching: bool
+    memory: MemoryBudget
+    notes: tuple[str, ...] = ()
+    misfit: str | None = None
+
+    @property
+    def kv_capacity_tokens(self) -> int:
+        return kv_capacity_tokens(self.layout, self.num_pages)
+
+    @property
+    def limits(self) -> Limits:
+        """What the scheduler needs to know."""
+        return Limits(
+            max_model_len=self.max_model_len,
+            max_num_seqs=self.max_num_seqs,
+            max_batched_tokens=self.max_batched_tokens,
+            prefix_caching=self.prefix_caching,
+        )
+
+    @property
+    def kv_pool_bytes(self) -> int:
+        """Bytes of the cache as it will be allocated."""
+        return pool_bytes(self.layout, self.num_pages, self.max_num_seqs)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workspace:
+    """Estimate of the memory that the largest step needs besides weights and cache.
+
+    The widths that matter follow the row width w = heads * (key + value dim) of plain MHA: a
+    token's live activations (residual, q, attention output, MLP or expert rows) are taken as 6 w
+    elements; one chunk's attention as its expanded and padded keys and values, 2 w elements a token
+    of context, plus a mask of chunk times context; the logits as four float32 copies for every
+    sequence. Decoding gathers one layer's rows of all sequences: up to 1 / num_layers of the pool,
+    `gather_share`.
+    """
+
+    row_width: int
+    dtype_bytes: int
+    vocab_size: int
+    num_layers: int
+    max_num_seqs: int
+    max_batched_tokens: int
+
+    def fixed_bytes(self, max_model_len: int) -> int:
+        """The part that does not grow with the pool."""
+        chunk_tokens = min(self.max_batched_tokens, max_model_len)
+        activations = self.max_batched_tokens * 6 * self.row_width * self.dtype_bytes
+        attention = max_model_len * (2 * self.row_width + chunk_tokens) * self.dtype_bytes
+        logits = 4 * self.max_num_seqs * self.vocab_size * 4
+        return activations + attention + logits
+
+    @property
+    def gather_share(self) -> float:
+        """Gathered bytes as a share of the pool's."""
+        return 1 / self.num_layers
+
+
+def settle_dtype(options: EngineOptions, config: ModelConfig, hardware: Hardware) -> str:
+    """The dtype of weights and activations; what `weights_bytes` depends on."""
+    if options.dtype != "auto":
+        return options.dtype
+    if hardware.kind == "cpu":
+        return "bfloat16" if hardware.has_fast_bf16 else "float32"
+    return "bfloat16" if hardware.has_fast_bf16 and config.dtype != "float16" else "float16"
+
+
+def settle_backend(options: EngineOptions) -> Literal["reference", "cpu"]:
+    """The kernels: the torch ones on every device until there are others."""
+    return "cpu" if options.backend == "auto" else options.backend
+
+
+def settle_placement(options: EngineOptions, hardware: Hardware) -> Placement:
+    """One device, or all devices of a machine that is only planned for."""
+    if options.tensor_parallel > 1:
+        raise JobError(
+            f"model.parallel.tensor = {options.tensor_parallel} is not built yet; set it to 1"
+        )
+    return Placement(tensor=1 if hardware.is_local else hardware.count)
+
+
+def resolve(
+    options: EngineOptions,
+    config: ModelConfig,
+    layout_of: LayoutOf,
+    hardware: Hardware,
+    weights_bytes: int,
+) -> EngineConfig:
+    """The engine as it will be built; a `DeviceError` when it does not fit."""
+    drafted = draft(options, config, layout_of, hardware, weights_bytes)
+    if drafted.misfit is not None:
+        raise DeviceError(drafted.misfit)
+    return drafted
+
+
+def draft(
+    options: EngineOptions,
+    config: ModelConfig,
+    layout_of: LayoutOf,
+    hardware: Hardware,
+    weights_bytes: int,
+) -> EngineConfig:
+    """The engine as it would be built, fitting or not.
+
+    `weights_bytes` are one device's, in the settled dtype.
+    """
+    _check(options, config)
+    placement = settle_placement(options, hardware)
+    dtype = settle_dtype(options, config, hardware)
+    kv_dtype = dtype if options.kv_cache_dtype == "auto" else options.kv_cache_dtype
+    page_tokens = options.block_size or _page_tokens(config, hardware, weights_bytes)
+    layout = layout_of(kv_dtype, placement, page_tokens)
+    max_num_seqs = options.max_num_seqs or _max_num_seqs(hardware, weights_bytes)
+    max_batched_tokens = options.max_batched_tokens or max(
+        max_num_seqs, 8192 if hardware.kind == "cuda" else 1024
+    )
+    workspace = Workspace(
+        row_width=-(-config.mha_row_width // placement.tensor),
+        dtype_bytes=DTYPE_BYTES[dtype],
+        vocab_size=config.vocab_size,
+        num_layers=config.num_layers,
+        max_num_seqs=max_num_seqs,
+        max_batched_tokens=max_batched_tokens,
+    )
+    pool = Pool(
+        options=options,
+        layout=layout,
+        hardware=hardware,
+        weights_bytes=weights_bytes,
+        workspace=workspace,
+    )
+    wanted = options.max_model_len or config.max_positions
+    max_model_len = wanted if options.max_model_len else pool.longest(wanted)
+    num_pages = pool.pages(max_model_len)
+    memory = pool.memory(max_model_len, num_pages)
+    return EngineConfig(
+        device=hardware.kind,
+        backend=settle_backend(options),
+        dtype=dtype,
+        kv_dtype=kv_dtype,
+        load_format=options.load_format,
+        placement=placement,
+        layout=layout,
+        num_pages=num_pages,
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+        max_batched_tokens=max_batched_tokens,
+        prefix_caching=options.prefix_caching,
+        memory=memory,
+        notes=_notes(hardware, placement, max_model_len, wanted),
+        misfit=pool.misfit(max_model_len, num_pages, memory),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pool:
+    """The size of the KV pool as a function of the longest sequence allowed."""
+
+    options: EngineOptions
+    layout: KVLayout
+    hardware: Hardware
+    weights_bytes: int
+    workspace: Workspace
+
+    @property
+    def usable_bytes(self) -> int:
+        """The engine's share of the memory, never more than is free."""
+        share_bytes = int(self.hardware.memory_bytes * self.options.memory_utilization)
+        return min(share_bytes, self.hardware.free_bytes)
+
+    def pages(self, max_model_len: int) -> int:
+        """Pages for sequences of up to `max_model_len` tokens; 0 when nothing is left for them."""
+        if self.options.kv_pool_tokens is not None:
+            return self.options.kv_pool_tokens // self.layout.page_tokens
+        fixed_bytes = self.workspace.fixed_bytes(max_model_len)
+        left_bytes = max(0, self.usable_bytes - self.weights_bytes - fixed_bytes)
+        kv_bytes = int(left_bytes / (1 + self.workspace.gather_share))
+        num_pages = pages_within(self.layout, kv_bytes, self.workspace.max_num_seqs)
+        if self.hardware.kind == "cpu":
+            useful = self.workspace.max_num_seqs * self.layout.pages_for(max_model_len)
+            num_pages = min(num_pages, useful)
+        return num_pages
+
+    def longest(self, max_positions: int) -> int:
+        """The greatest length up to `max_positions` of which one sequence fits; the model's if none
+        does.
+        """
+        if self.pages(max_positions) >= self.layout.pages_for(max_positions):
+            return max_positions
+        low, high = 0, self.layout.pages_for(max_positions)  # pages: low fits, high does not
+        while high - low > 1:
+            middle = (low + high) // 2
+            fits = self.pages(middle * self.layout.page_tokens) >= middle
+            low, high = (middle, high) if fits else (low, middle)
+        return min(low * self.layout.page_tokens, max_positions) or max_positions
+
+    def memory(self, max_model_len: int, num_pages: int) -> MemoryBudget:
+        """The table of shares; the gathered part of the workspace follows the pool."""
+        kv_bytes = pool_bytes(self.layout, num_pages, self.workspace.max_num_seqs)
+        gathered_bytes = int(kv_bytes * self.workspace.gather_share)
+        return MemoryBudget(
+            total_bytes=self.hardware.memory_bytes,
+            reserve_bytes=self.hardware.memory_bytes - self.usable_bytes,
+            weights_bytes=self.weights_bytes,
+            workspace_bytes=self.workspace.fixed_bytes(max_model_len) + gathered_bytes,
+        )
+
+    def misfit(self, max_model_len: int, num_pages: int, memory: MemoryBudget) -> str | None:
+        """The sentence for the user when the engine cannot be built like this."""
+        needed = self.layout.pages_for(max_model_len)
+        kv_bytes = pool_bytes(self.layout, max(num_pages, needed), self.workspace.max_num_seqs)
+        if num_pages >= needed and kv_bytes <= memory.kv_bytes:
+            return None
+        one_bytes = pool_bytes(self.layout, needed, self.workspace.max_num_seqs)
+        longest = self.longest(max_model_len)
+        shorter = (
+            f"set model.max_model_len to {longest} or less, " if longest < max_model_len else ""
+        )
+        return (
+            f"the model does not fit on {self.hardware.name}: weights {_gib(self.weights_bytes)}, "
+            f"workspace {_gib(memory.workspace_bytes)} and the KV cache of one sequence of "
+            f"{max_model_len} tokens {_gib(one_bytes)} exceed the usable {_gib(self.usable_bytes)} "
+            f"(memory_utilization {self.options.memory_utilization:g}); {shorter}lower "
+            "engine.max_num_seqs or engine.max_batched_tokens, or use a device with more memory"
+        )
+
+
+def _check(options: EngineOptions, config: ModelConfig) -> None:
+    """Values that make no engine, one sentence each."""
+    if not 0 < options.memory_utilization <= 1:
+        raise JobError(
+            f"model.memory_utilization is {options.memory_utilization:g}; "
+            "it must be above 0 and at most 1"
+        )
+    for name, value in (
+        ("model.max_model_len", options.max_model_len),
+        ("engine.max_num_seqs", options.max_num_seqs),
+        ("engine.max_batched_tokens", options.max_batched_tokens),
+        ("engine.block_size", options.block_size),
+    ):
+        if value is not None and value < 1:
+            raise JobError(f"{name} is {value}; it must be at least 1, or auto")
+    size = options.block_size
+    if size is not None and size & (size - 1):
+        raise JobError(f"engine.block_size is {size}; it must be a power of two, or auto")
+    if options.max_model_len is not None and options.max_model_len > config.max_positions:
+        raise JobError(
+            f"model.max_model_len is {options.max_model_len}, but the model knows only "
+            f"{config.max_positions} positions; lower it or set it to auto"
+        )
+
+
+def _page_tokens(config: ModelConfig, hardware: Hardware, weights_bytes: int) -> int:
+    """Large pages where gathering dominates, small ones where prompts and prefixes are short."""
+    if hardware.kind == "cuda" or weights_bytes > SMALL_MODEL_BYTES:
+        return 64
+    return 32 if weights_bytes > TINY_MODEL_BYTES and "mla" in config.attention_kinds else 16
+
+
+def _max_num_seqs(hardware: Hardware, weights_bytes: int) -> int:
+    """A CPU is busy at a few dozen rows, unless the model is so small that the host's work
+    dominates.
+    """
+    if hardware.kind == "cuda":
+        return 512
+    return 64 if weights_bytes > TINY_MODEL_BYTES else 128
+
+
+def _notes(
+    hardware: Hardware, placement: Placement, max_model_len: int, wanted: int
+) -> tuple[str, ...]:
+    notes = []
+    if hardware.kind == "cuda":
+        notes.append("torch kernels, not tuned")
+    if placement.tensor > 1:
+        notes.append(
+            f"planned for {placement.tensor} devices; running on more than one is not built yet"
+        )
+    if max_model_len < wanted:
+        notes.append(
+            f"max_model_len {max_model_len}: no sequence of the model's {wanted} tokens fits"
+        )
+    return tuple(notes)
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.2f} GiB"

@@ -1,0 +1,191 @@
+"""What a device offers: detected here, or taken from a table for a machine one is not on."""
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from batchmla.errors import DeviceError, JobError
+
+GIB = 2**30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hardware:
+    """`count` equal devices. `memory_bytes` is one device's; of it `free_bytes` are not in use now.
+
+    Rates are per device and second, at best, None where they have to be measured. `has_fast_bf16`:
+    bf16 products run in hardware. `is_local`: this machine, as opposed to one that is only planned
+    for.
+    """
+
+    name: str
+    kind: Literal["cuda", "cpu"]
+    memory_bytes: int
+    free_bytes: int
+    count: int = 1
+    bandwidth_bytes_per_s: float | None = None
+    bf16_flops_per_s: float | None = None
+    has_fast_bf16: bool = True
+    cores: int | None = None
+    is_local: bool = True
+
+
+def _preset(name: str, memory_gib: float, terabytes_per_s: float, teraflops: float) -> Hardware:
+    memory_bytes = int(memory_gib * GIB)
+    return Hardware(
+        name=name,
+        kind="cuda",
+        memory_bytes=memory_bytes,
+        free_bytes=memory_bytes,
+        bandwidth_bytes_per_s=terabytes_per_s * 1e12,
+        bf16_flops_per_s=teraflops * 1e12,
+        is_local=False,
+    )
+
+
+# Memory as the driver reports it; bandwidth and dense bf16 rate from the vendors' data sheets.
+PRESETS = {
+    preset.name: preset
+    for preset in (
+        _preset("A100", 79.2, 2.039, 312),
+        _preset("H100", 79.2, 3.35, 989),
+        _preset("H200", 139.8, 4.8, 989),
+        _preset("B200", 178.4, 8.0, 2250),
+        _preset("L40S", 44.5, 0.864, 362),
+        _preset("MI300X", 191.5, 5.3, 1307),
+    )
+}
+
+
+def parse_hardware(text: str) -> Hardware:
+    """Reads "H100" or "8xH200"."""
+    found = re.fullmatch(r"(?:(\d+)\s*[xX*]\s*)?([A-Za-z0-9]+)", text.strip())
+    preset = PRESETS.get(found[2].upper()) if found else None
+    if found is None or preset is None or found[1] == "0":
+        raise JobError(
+            f"unknown hardware {text!r}; write NAME or COUNTxNAME with one of {', '.join(PRESETS)}"
+        )
+    count = int(found[1] or 1)
+    return Hardware(
+        name=preset.name,
+        kind=preset.kind,
+        memory_bytes=preset.memory_bytes,
+        free_bytes=preset.free_bytes,
+        count=count,
+        bandwidth_bytes_per_s=preset.bandwidth_bytes_per_s,
+        bf16_flops_per_s=preset.bf16_flops_per_s,
+        is_local=False,
+    )
+
+
+def detect(device: Literal["auto", "cuda", "cpu"]) -> Hardware:
+    """This machine's device; "auto" takes the GPU if there is one."""
+    if device == "cpu" or (device == "auto" and not torch.cuda.is_available()):
+        return detect_cpu()
+    if not torch.cuda.is_available():
+        raise DeviceError(
+            "model.device is cuda, but torch finds no GPU here; set model.device: cpu or run on a "
+            "machine with a GPU"
+        )
+    return detect_cuda()
+
+
+def detect_cuda(index: int = 0) -> Hardware:
+    """The GPU with this index, with the rates of the data sheet where its name is known."""
+    properties = torch.cuda.get_device_properties(index)
+    free_bytes, total_bytes = torch.cuda.mem_get_info(index)
+    known = next((PRESETS[name] for name in PRESETS if name in properties.name), None)
+    return Hardware(
+        name=properties.name,
+        kind="cuda",
+        memory_bytes=total_bytes,
+        free_bytes=free_bytes,
+        bandwidth_bytes_per_s=known.bandwidth_bytes_per_s if known else None,
+        bf16_flops_per_s=known.bf16_flops_per_s if known else None,
+        has_fast_bf16=torch.cuda.is_bf16_supported(including_emulation=False),
+    )
+
+
+def detect_cpu(root: Path = Path("/")) -> Hardware:
+    """The processor, with the lesser of its free memory and what control groups leave."""
+    model, flags = _cpu_info(root)
+    available_bytes = _available_bytes(root)
+    left = [available_bytes, *_group_left_bytes(root)]
+    has_fast_bf16 = bool(flags & {"amx_bf16", "avx512_bf16", "bf16"})
+    return Hardware(
+        name=model,
+        kind="cpu",
+        memory_bytes=min(left),
+        free_bytes=min(left),
+        has_fast_bf16=has_fast_bf16,
+        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+    )
+
+
+def _cpu_info(root: Path) -> tuple[str, set[str]]:
+    """Model name and feature flags, as far as the system tells."""
+    try:
+        text = (root / "proc/cpuinfo").read_text()
+    except OSError:
+        return "CPU", set()
+    name = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
+    flags = re.search(r"^(?:flags|Features)\s*:\s*(.+)$", text, re.MULTILINE)
+    return name[1].strip() if name else "CPU", set(flags[1].split()) if flags else set()
+
+
+def _available_bytes(root: Path) -> int:
+    """Memory that can be had without swapping."""
+    try:
+        text = (root / "proc/meminfo").read_text()
+    except OSError:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    found = re.search(r"^MemAvailable:\s*(\d+) kB$", text, re.MULTILINE)
+    assert found, "/proc/meminfo names no MemAvailable"
+    return int(found[1]) * 1024
+
+
+def _group_left_bytes(root: Path) -> list[int]:
+    """What every control group around this process leaves of its limit, reclaimable file cache
+    included.
+    """
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return []
+    left: list[int] = []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            names = ("memory.max", "memory.current", "inactive_file")
+            base = root / "sys/fs/cgroup"
+        elif "memory" in controllers.split(","):
+            names = (
+                "memory.limit_in_bytes",
+                "memory.usage_in_bytes",
+                "total_inactive_file",
+            )
+            base = root / "sys/fs/cgroup/memory"
+        else:
+            continue
+        inner = base / path.lstrip("/")
+        for folder in (inner, *inner.parents):
+            if folder.is_relative_to(base):
+                left.extend(_limit_left_bytes(folder, *names))
+    return left
+
+
+def _limit_left_bytes(folder: Path, limit: str, usage: str, file_cache: str) -> list[int]:
+    try:
+        limit_text = (folder / limit).read_text().strip()
+        used_bytes = int((folder / usage).read_text())
+        stat = (folder / "memory.stat").read_text()
+    except OSError:
+        return []
+    if limit_text == "max":
+        return []
+    found = re.search(rf"^{file_cache} (\d+)$", stat, re.MULTILINE)
+    return [max(0, int(limit_text) - used_bytes + (int(found[1]) if found else 0))]
