@@ -259,13 +259,18 @@ def _check_jsonl(path: str, head: bytes) -> Compression:
     return "none"
 
 
-def check_unchanged(file: InputFile) -> None:
-    """Refuse a file that is not the one that was opened first."""
+def stat_file(file: InputFile) -> tuple[int, int]:
+    """Its size in bytes and its modification time in nanoseconds, now."""
     try:
         status = os.stat(file.path)
     except OSError as fault:
         raise JobError(f"input file {file.path} is gone: {fault.strerror}") from None
-    if (status.st_size, status.st_mtime_ns) != (file.size_bytes, file.mtime_ns):
+    return status.st_size, status.st_mtime_ns
+
+
+def check_unchanged(file: InputFile) -> None:
+    """Refuse a file that is not the one that was opened first."""
+    if stat_file(file) != (file.size_bytes, file.mtime_ns):
         raise JobError(f"input file {file.path} changed while the job ran; run the job again")
 
 

@@ -56,14 +56,19 @@ class JsonlSource:
     """The files, the id column and, after a scan, the kind of every column."""
 
     def __init__(self, files: tuple[InputFile, ...], id_column: str | None) -> None:
-        self.files = files
+        self._files = list(files)
         self.id_column = id_column if id_column is not None else self._default_id()
         self._kinds: dict[str, Kind] | None = None
         self._num_scanned = 0
 
+    @property
+    def files(self) -> tuple[InputFile, ...]:
+        """The files; their rows are counted once a read has come to their end."""
+        return tuple(self._files)
+
     def _default_id(self) -> str | None:
         """`id` if the first readable row of the input has it."""
-        for file in self.files:
+        for file in self._files:
             for line in read_lines(file):
                 try:
                     return "id" if "id" in parse_line(line.raw) else None
@@ -127,12 +132,12 @@ class JsonlSource:
         return {name: settle(kind) for name, kind in kinds.items()}
 
     def _place(self, parsed: _Parsed) -> str:
-        return f"{self.files[parsed.file].path}:{parsed.line.number}"
+        return f"{self._files[parsed.file].path}:{parsed.line.number}"
 
     def _parsed(self, start: int) -> Iterator[_Parsed]:
         """Every line from row `start` on; lines before it are counted, not parsed."""
         index = 0
-        for number, file in enumerate(self.files):
+        for number, file in enumerate(self._files):
             if file.num_rows is not None and index + file.num_rows <= start:
                 index += file.num_rows
                 continue
@@ -142,11 +147,10 @@ class JsonlSource:
                 if index > start:
                     yield self._parse(index - 1, number, line)
             if file.num_rows is None:
-                counted = replace(file, num_rows=index - first)
-                self.files = (*self.files[:number], counted, *self.files[number + 1 :])
+                self._files[number] = replace(file, num_rows=index - first)
 
     def _parse(self, index: int, file: int, line: Line) -> _Parsed:
-        fallback = f"{self.files[file].name}:{line.row}"
+        fallback = f"{self._files[file].name}:{line.row}"
         try:
             values, error = replace_surrogates(line.raw, parse_line(line.raw))
             typed_id = self._typed_id(values, error) if self.id_column is not None else fallback

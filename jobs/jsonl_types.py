@@ -1,8 +1,9 @@
 """One Arrow type for a column of JSON values, widened value by value.
 
 Whole and fractional numbers meet as double where no whole number is beyond 2^53; lists and structs
-merge inside. Whatever else differs (text and numbers, an object and a list), a column of nulls and
-an object without keys become a string column of JSON text, so that no value is lost or changed.
+merge inside. A column in which anything else meets at any depth (text and numbers, an object and a
+list) becomes a string column of JSON text, so that no value is lost or changed; so do a column of
+nulls and objects without keys.
 NaN among values that are no numbers is what pandas writes for a missing one: null.
 """
 
@@ -121,6 +122,8 @@ def merge(a: Kind, b: Kind) -> Kind:
 
 def settle(kind: Kind) -> Kind:
     """The kind as a column type: open ends closed, ranges grown to those of int64 or uint64."""
+    if is_mixed(kind):
+        return JSON
     if kind.name is KindName.INT:
         if kind.low >= -(2**63) and kind.high < 2**63:
             return Kind(KindName.INT, -(2**63), 2**63 - 1)

@@ -88,9 +88,8 @@ def _is_exact(narrow: pa.DataType, wide: pa.DataType) -> bool:
 
 
 def _is_list(dtype: pa.DataType) -> bool:
-    return any(
-        test(dtype) for test in (types.is_list, types.is_large_list, types.is_fixed_size_list)
-    )
+    is_one = (types.is_list, types.is_large_list, types.is_fixed_size_list)
+    return any(test(dtype) for test in is_one)
 
 
 def python_type(dtype: pa.DataType) -> pa.DataType:

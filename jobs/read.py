@@ -4,15 +4,14 @@ It reads Parquet and JSONL from local disks in constant memory; per row it keeps
 """
 
 import hashlib
-import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import pyarrow as pa
 
 from batchmla.errors import JobError
-from batchmla.jobs.files import InputFile, find_files, read_blocks
+from batchmla.jobs.files import InputFile, find_files, read_blocks, stat_file
 from batchmla.jobs.ids import IdIndex
 from batchmla.jobs.jsonl_source import JsonlSource
 from batchmla.jobs.parquet_source import ParquetSource
@@ -58,9 +57,13 @@ class InputTable:
         self._ids = IdIndex()
         self._num_checked = 0  # rows whose ids are in the index
         self._is_complete = isinstance(source, ParquetSource)
+        self._scanned: PreScan | None = None
+        self._scan_mode: str | None = None
+        self._has_columns = self._is_complete
         self._carried: pa.Schema | None = None
-        self._digest: dict[str, Any] | None = None
-        if isinstance(source, ParquetSource):
+        self._wanted: tuple[str, ...] | None = None
+        self._digests: dict[tuple[str, int, int], str] = {}  # by path, size and time
+        if self._has_columns:
             self._carried = self._choose_carried()
 
     @property
@@ -81,14 +84,22 @@ class InputTable:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """The columns that prompts may use; of JSONL known after `scan`."""
+        """The columns that prompts may use; JSONL is scanned for them if it was not before."""
+        if not self._has_columns:
+            self.scan()
         return tuple(self._source.schema.names)
 
     @property
     def carried(self) -> pa.Schema:
-        """Schema of the columns that go to the output; of JSONL known after `scan`."""
-        assert self._carried is not None, "the columns of JSONL are known after a scan"
+        """Schema of the columns that go to the output; JSONL is scanned for it likewise."""
+        if self._carried is None:
+            self.scan()
+        assert self._carried is not None, "a scan settles the columns"
         return self._carried
+
+    def select(self, columns: Iterable[str]) -> None:
+        """From here on rows have the values of these columns only: what the prompts use."""
+        self._wanted = tuple(dict.fromkeys(columns))
 
     def require(self, columns: Iterable[str], field: str) -> None:
         """Refuse columns that the input lacks; `field` is the key of the job file that asks."""
@@ -120,12 +131,15 @@ class InputTable:
         """Look at the input before weights load; every fault found is in one JobError.
 
         Of Parquet the id column is read; of JSONL what `limit_s` seconds allow, or with "full"
-        (default: `input.check`) all of it.
+        (default: `input.check`) all of it. A second call costs nothing.
         """
         mode = mode or self._settings.check
+        if self._scanned is not None and self._scan_mode in (mode, "full"):
+            return self._scanned
         self._ids = IdIndex()
         scan = self._source.scan(self._ids, limit_s=None if mode == "full" else limit_s)
         self._num_checked = scan.num_rows
+        self._has_columns = True
         self._carried = self._choose_carried()
         problems: list[str] = []
         if scan.faults.count and self._malformed == "fail":
@@ -135,11 +149,13 @@ class InputTable:
         if problems:
             way_out = "\nerrors.malformed: row makes malformed rows error rows"
             raise JobError("\n".join(problems) + (way_out if scan.faults.count else ""))
-        return PreScan(
+        self._scan_mode = mode
+        self._scanned = PreScan(
             num_rows=self.num_rows if scan.is_complete else None,
             scanned_rows=scan.num_rows,
             malformed_rows=scan.faults.count,
         )
+        return self._scanned
 
     def _repeats_text(self, scan: Scan) -> str:
         """Each repeated id with its first and its later place; costs a second look at the ids."""
@@ -165,11 +181,12 @@ class InputTable:
         limit: int | None = None,
         columns: Sequence[str] | None = None,
     ) -> Iterator[list[Row]]:
-        """Rows from index `start` on, at most `limit`, with the values of `columns` (None: all).
+        """Rows from index `start` on, at most `limit`; `columns` overrides what `select` chose.
 
         What the scan has not reached is checked here: a malformed row or a repeated id raises
         JobError, or with errors.malformed: row gives a row with `error` set.
         """
+        columns = columns if columns is not None else self._wanted
         end = None if limit is None else start + limit
         if limit == 0:
             return
@@ -231,25 +248,20 @@ class InputTable:
                 raise JobError(faults.text("malformed row"))
             yield batch
 
-    def fingerprint(self) -> dict[str, Any]:
-        """A digest of names and contents as JSON values: equal if and only if the input is.
+    def fingerprint(self) -> dict[str, str]:
+        """Place, size and content digest by file name: equal if and only if the input is.
 
-        It reads every byte once, at about 1 GB/s a core, and is kept.
+        The first call reads every byte, at about 1 GB/s a core; a later one only the files whose
+        size or time has changed.
         """
-        if self._digest is None:
-            files = [
-                {
-                    "name": file.name,
-                    "size_bytes": file.size_bytes,
-                    "blake2b": _content_digest(file),
-                }
-                for file in self.files
-            ]
-            whole = hashlib.blake2b(digest_size=16)
-            for part in itertools.chain.from_iterable(entry.values() for entry in files):
-                whole.update(f"{part}\0".encode("utf-8", "surrogateescape"))
-            self._digest = {"digest": whole.hexdigest(), "files": files}
-        return self._digest
+        found: dict[str, str] = {}
+        for place, file in enumerate(self.files, start=1):
+            size_bytes, mtime_ns = stat_file(file)
+            key = (file.path, size_bytes, mtime_ns)
+            if key not in self._digests:
+                self._digests[key] = _content_digest(file)
+            found[file.name] = f"file {place}, {size_bytes} bytes, blake2b {self._digests[key]}"
+        return found
 
 
 def _content_digest(file: InputFile) -> str:
