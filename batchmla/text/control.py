@@ -1,0 +1,156 @@
+"""The control strings of a vocabulary, and where they stand in a text.
+
+A control string is the text of an added token that a chat format may give a meaning: `<think>`,
+`<|im_end|>`. Added tokens that are only white space or one character (several byte-level
+vocabularies add such) are plain text and not treated here.
+"""
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+
+from batchmla.text.marked import MarkedText, Span
+
+WHITE_SPACE = "[\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000]"  # Unicode's
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AddedToken:
+    """One entry of the added vocabulary with the matching rules that tokenizer.json gives it."""
+
+    token_id: int
+    content: str
+    special: bool = False
+    lstrip: bool = False
+    rstrip: bool = False
+    single_word: bool = False
+    normalized: bool = False
+
+    @property
+    def is_text(self) -> bool:
+        """Whether it is vocabulary for ordinary text rather than a control token."""
+        return not self.special and (len(self.content) == 1 or self.content.isspace())
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """An added token in a text: [start, end) with the white space it swallows."""
+
+    start: int
+    end: int
+    token: AddedToken
+
+
+class ControlStrings:
+    """All control strings of a vocabulary, compiled for searching."""
+
+    def __init__(self, tokens: Iterable[AddedToken]) -> None:
+        kept = [token for token in tokens if token.content and not token.is_text]
+        self.tokens = tuple(sorted(kept, key=lambda token: token.token_id))
+        self._by_content = {token.content: token for token in kept}
+        # Matched on the raw text before those that are matched on the normalised text.
+        self._stages = tuple(
+            _alternatives(stage)
+            for stage in (
+                [token.content for token in kept if not token.normalized],
+                [token.content for token in kept if token.normalized],
+            )
+            if stage
+        )
+        self._any = _alternatives([token.content for token in kept]) if kept else None
+        self._longest = max((len(token.content) for token in kept), default=0)
+
+    def matches(self, text: str) -> list[Match]:
+        """Leftmost, then longest, in order; none overlap."""
+        found: list[Match] = []
+        gaps = [(0, len(text))]
+        for stage in self._stages:
+            hits = [hit for a, b in gaps for hit in self._search(stage, text, a, b)]
+            if hits:
+                found = sorted(found + hits, key=lambda match: match.start)
+                gaps = _gaps(found, len(text))
+        return found
+
+    def _search(self, stage: re.Pattern[str], text: str, start: int, end: int) -> list[Match]:
+        found: list[Match] = []
+        at = start
+        for hit in stage.finditer(text, start, end):
+            token = self._by_content[hit.group()]
+            a, b = hit.span()
+            if token.single_word and (_is_word(text, a - 1) or _is_word(text, b)):
+                continue
+            while token.lstrip and a > at and _is_space(text[a - 1]):
+                a -= 1
+            while token.rstrip and b < end and _is_space(text[b]):
+                b += 1
+            at = b
+            found.append(Match(a, b, token))
+        return found
+
+    def in_template(self, marked: MarkedText) -> list[Match]:
+        """The control strings wholly outside row text: the only ones that may become tokens."""
+        if not marked.spans:
+            return self.matches(marked.text)
+        found: list[Match] = []
+        for start, end, is_row in marked.runs():
+            if not is_row:
+                for match in self.matches(marked.text[start:end]):
+                    found.append(Match(match.start + start, match.end + start, match.token))
+        return found
+
+    def dangers(self, text: str) -> list[Span]:
+        """Where row text holds a control string, or a piece that its neighbours could complete."""
+        if self._any is None or not text:
+            return []
+        spans = [hit.span() for hit in self._any.finditer(text)]
+        prefixes, suffixes, joined = self._pieces
+        size = len(text)
+        if size < self._longest and text in joined:
+            return [(0, size)]
+        reach = min(size, self._longest - 1)
+        head = next((n for n in range(reach, 0, -1) if text[:n] in suffixes), 0)
+        tail = next((n for n in range(reach, 0, -1) if text[size - n :] in prefixes), 0)
+        if head:
+            spans.append((0, head))
+        if tail:
+            spans.append((size - tail, size))
+        return _merged(spans)
+
+    @cached_property
+    def _pieces(self) -> tuple[frozenset[str], frozenset[str], str]:
+        contents = list(self._by_content)
+        prefixes = frozenset(text[:n] for text in contents for n in range(1, len(text)))
+        suffixes = frozenset(text[n:] for text in contents for n in range(1, len(text)))
+        return prefixes, suffixes, "\0".join(contents)
+
+
+def _alternatives(contents: list[str]) -> re.Pattern[str]:
+    longest_first = sorted(set(contents), key=lambda text: (-len(text), text))
+    return re.compile("|".join(map(re.escape, longest_first)))
+
+
+def _is_word(text: str, at: int) -> bool:
+    return 0 <= at < len(text) and (text[at].isalnum() or text[at] == "_")
+
+
+_SPACE = re.compile(WHITE_SPACE)
+
+
+def _is_space(character: str) -> bool:
+    return _SPACE.match(character) is not None
+
+
+def _gaps(matches: list[Match], size: int) -> list[Span]:
+    edges = [0, *(edge for match in matches for edge in (match.start, match.end)), size]
+    return [(a, b) for a, b in zip(edges[::2], edges[1::2], strict=True) if a < b]
+
+
+def _merged(spans: list[Span]) -> list[Span]:
+    merged: list[Span] = []
+    for start, end in sorted(spans):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
+        else:
+            merged.append((start, end))
+    return merged

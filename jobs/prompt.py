@@ -1,0 +1,277 @@
+"""Rows become prompts: text, token ids, sampling parameters, random stream.
+
+A row that cannot be used yields a sentence in place of its prompt and leaves the others alone.
+"""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from hashlib import blake2b
+
+import numpy as np
+
+from batchmla.core import Budget, Prompt, SamplingParams, TokenIds
+from batchmla.errors import JobError
+from batchmla.jobs.conversation import MessagesPrompt, RawPrompt, RowFault, UserPrompt
+from batchmla.jobs.row import Row
+from batchmla.jobs.sampling import Sampling
+from batchmla.jobs.settings import JobSpec, ReasoningSettings
+from batchmla.text.chat import ChatTemplate
+from batchmla.text.marked import MarkedText
+from batchmla.text.reasoning import Reasoner
+from batchmla.text.template import TemplateFault
+from batchmla.text.tokenizer import Tokenizer
+
+_LOG = logging.getLogger(__name__)
+
+
+class PromptMaker:
+    """Makes the prompts of one job. Nothing in it changes from row to row but caches."""
+
+    def __init__(
+        self,
+        spec: JobSpec,
+        *,
+        tokenizer: Tokenizer,
+        chat: ChatTemplate | None,
+        sampling: Sampling,
+        reasoner: Reasoner,
+        columns: Sequence[str],
+        limit_tokens: int | None,
+    ) -> None:
+        """`chat` may be None for `prompt.raw` only. `columns` are the input's.
+
+        `limit_tokens` is what prompt and completion may hold together, None if it is not known.
+        """
+        self._tokenizer = tokenizer
+        self._chat = chat
+        self._sampling = sampling
+        self._reasoner = reasoner
+        self._limit_tokens = limit_tokens
+        self._raw: RawPrompt | None = None
+        self._talk: UserPrompt | MessagesPrompt | None = None
+        prompt = spec.prompt
+        if prompt.raw is not None:
+            self._raw = RawPrompt(prompt.raw, columns, tokenizer.control)
+        elif chat is None:
+            raise JobError(
+                "the model has no chat template; write the whole prompt with prompt.raw, or give a "
+                "template file as prompt.chat_template"
+            )
+        elif prompt.messages is not None:
+            self._talk = MessagesPrompt(prompt.messages, columns)
+        elif prompt.user is not None:
+            self._talk = UserPrompt(prompt.user, prompt.system, columns, tokenizer.control)
+        else:
+            raise JobError("prompt: give one of prompt.user, prompt.messages and prompt.raw")
+        self._budget = _BudgetRule.of(spec.reasoning, reasoner, tokenizer, sampling.params)
+        self._params: dict[bool, SamplingParams] = {}
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The columns that prompts are made of."""
+        maker = self._raw or self._talk
+        assert maker is not None
+        return maker.columns
+
+    def text(self, row: Row) -> MarkedText:
+        """The prompt's text as the model will get it. Raises RowFault."""
+        if row.error is not None:
+            raise RowFault(row.error)
+        if self._raw is not None:
+            return self._raw.render(row.values)
+        assert self._talk is not None and self._chat is not None
+        messages = self._talk.messages(row.values)
+        try:
+            return self._chat.render(messages)
+        except TemplateFault as fault:
+            raise RowFault(f"the chat template refuses the conversation: {fault}") from None
+
+    def prompts(self, rows: Sequence[Row]) -> list[Prompt | str]:
+        """One prompt a row, or the sentence why it has none; tokenised together."""
+        made: list[Prompt | str] = [""] * len(rows)
+        texts: list[MarkedText] = []
+        places: list[int] = []
+        for place, row in enumerate(rows):
+            try:
+                text = self.text(row)
+                self._check_bytes(text)
+            except RowFault as fault:
+                made[place] = str(fault)
+                continue
+            texts.append(text)
+            places.append(place)
+        for place, ids in zip(places, self._encoded(texts), strict=True):
+            try:
+                made[place] = self._prompt(rows[place], ids)
+            except RowFault as fault:
+                made[place] = str(fault)
+        return made
+
+    def _encoded(self, texts: list[MarkedText]) -> list[TokenIds | str]:
+        try:
+            return list(self._tokenizer.encode_batch(texts))
+        except ValueError:
+            return [self._encoded_alone(text) for text in texts]
+
+    def _encoded_alone(self, text: MarkedText) -> TokenIds | str:
+        try:
+            return self._tokenizer.encode(text)
+        except ValueError as fault:
+            return str(fault)
+
+    def _prompt(self, row: Row, ids: TokenIds | str) -> Prompt:
+        if isinstance(ids, str):
+            raise RowFault(f"the prompt cannot be tokenised: {ids}")
+        if self._raw is not None and self._tokenizer.adds_bos:
+            ids = self._with_bos(ids)
+        if len(ids) == 0:
+            raise RowFault("the prompt is empty: it has no tokens")
+        if self._limit_tokens is not None and len(ids) >= self._limit_tokens:
+            raise RowFault(self._too_long(f"{len(ids)}"))
+        return Prompt(
+            row_id=row.id,
+            index=row.index,
+            params=self._row_params(ids),
+            token_ids=ids,
+            stream_key=stream_key(self._sampling.seed, row.typed_id, 0),
+        )
+
+    def _with_bos(self, ids: TokenIds) -> TokenIds:
+        bos = self._tokenizer.encode(self._tokenizer.special_tokens["bos_token"])
+        if ids[:1].tolist() == bos.tolist():
+            return ids
+        joined: TokenIds = np.concatenate([bos, ids])
+        joined.flags.writeable = False
+        return joined
+
+    def _check_bytes(self, text: MarkedText) -> None:
+        """Refuses what is certain to be too long before the time is spent to tokenise it."""
+        limit = self._limit_tokens
+        if limit is not None and len(text.text) > 16 * limit:
+            least = self._tokenizer.least_tokens(text.text)
+            if least >= limit:
+                raise RowFault(self._too_long(f"at least {least}"))
+
+    def _too_long(self, measured: str) -> str:
+        limit = self._limit_tokens or 0
+        return (
+            f"the prompt is too long: {measured} tokens, at most {limit - 1} fit "
+            f"(context of {limit} tokens, one of them for the answer)"
+        )
+
+    def _row_params(self, ids: TokenIds) -> SamplingParams:
+        if self._budget is None:
+            return self._sampling.params
+        is_open = self._reasoner.is_open(ids)
+        if self._budget.depends_on_prompt:
+            return self._budget.applied(self._sampling.params, is_open, self._room(ids))
+        if is_open not in self._params:
+            self._params[is_open] = self._budget.applied(self._sampling.params, is_open, None)
+        return self._params[is_open]
+
+    def _room(self, ids: TokenIds) -> int:
+        if self._limit_tokens is None:
+            raise JobError(
+                "reasoning.budget_share needs sampling.max_tokens, for the model's context is "
+                "not known"
+            )
+        return self._limit_tokens - len(ids)
+
+
+class _BudgetRule:
+    """The reasoning budget of a job, before it meets a row."""
+
+    def __init__(
+        self,
+        reasoner: Reasoner,
+        *,
+        max_tokens: int | None,
+        budget: int | None,
+        share: float | None,
+        message_ids: TokenIds | None,
+    ) -> None:
+        self._reasoner = reasoner
+        self._max_tokens = max_tokens
+        self._budget = budget
+        self._share = share
+        message = () if message_ids is None else tuple(message_ids.tolist())
+        self._forced_ids = (*message, *reasoner.end_ids)
+
+    @classmethod
+    def of(
+        cls,
+        settings: ReasoningSettings,
+        reasoner: Reasoner,
+        tokenizer: Tokenizer,
+        params: SamplingParams,
+    ) -> "_BudgetRule | None":
+        """None without a budget. Raises JobError where the model cannot keep one."""
+        if settings.budget is None and settings.budget_share is None:
+            if settings.budget_message is not None:
+                raise JobError(
+                    "reasoning.budget_message needs reasoning.budget or reasoning.budget_share"
+                )
+            return None
+        name = "budget" if settings.budget is not None else "budget_share"
+        if not reasoner.has_markers:
+            raise JobError(
+                f"reasoning.{name}: the model has no reasoning markers; leave it out, or give "
+                "reasoning.start and reasoning.end"
+            )
+        if not reasoner.are_markers_tokens:
+            raise JobError(
+                f"reasoning.{name}: the markers {reasoner.format.start} and {reasoner.format.end} "
+                "must be tokens of the model's vocabulary, or their end cannot be forced"
+            )
+        message = settings.budget_message
+        rule = cls(
+            reasoner,
+            max_tokens=params.max_tokens,
+            budget=settings.budget,
+            share=settings.budget_share,
+            message_ids=None if not message else tokenizer.encode_plain(message),
+        )
+        if params.max_tokens is not None:
+            count = rule.count(params.max_tokens)
+            if count + len(rule._forced_ids) >= params.max_tokens:
+                _LOG.warning(
+                    "reasoning.%s: %d reasoning tokens and the forced end leave no room for an "
+                    "answer within sampling.max_tokens %d",
+                    name,
+                    count,
+                    params.max_tokens,
+                )
+        return rule
+
+    @property
+    def depends_on_prompt(self) -> bool:
+        """Whether the count differs from row to row."""
+        return self._budget is None and self._max_tokens is None
+
+    def count(self, max_tokens: int) -> int:
+        """Most reasoning tokens of a row that may generate `max_tokens`."""
+        if self._budget is not None:
+            return self._budget
+        assert self._share is not None
+        return int(self._share * max_tokens)
+
+    def applied(self, params: SamplingParams, is_open: bool, room: int | None) -> SamplingParams:
+        """`params` with the budget of a row; `room` are the tokens that its context leaves."""
+        limit = self._max_tokens if self._max_tokens is not None else room
+        budget = Budget(
+            max_reasoning_tokens=self.count(limit or 0),
+            start_ids=self._reasoner.start_ids,
+            end_ids=self._reasoner.end_ids,
+            forced_ids=self._forced_ids,
+            is_open=is_open,
+        )
+        return replace(params, budget=budget)
+
+
+def stream_key(seed: int, typed_id: str | int, sample: int) -> int:
+    """The 64-bit key of a row's random stream; the ids 7 and "7" have different ones."""
+    kind = "int" if isinstance(typed_id, int) else "str"
+    text = f"{seed}\0{sample}\0{kind}\0{typed_id}"
+    digest = blake2b(text.encode(errors="surrogatepass"), digest_size=8).digest()
+    return int.from_bytes(digest, "little")
