@@ -15,7 +15,8 @@ class Par:
     """Collectives of one rank. With one rank they return their argument."""
 
     def __init__(self, placement: Placement, group: Any = None) -> None:
-        """`group` None: no peer can be reached, which is right for one rank and for counting bytes."""
+        """`group` None: no peer can be reached, which is right for one rank and for counting
+        bytes."""
         self.placement = placement
         self._group = group
 
@@ -26,11 +27,12 @@ class Par:
 
     @staticmethod
     def connect(placement: Placement, store_path: Path, timeout_s: float = 300.0) -> "Par":
-        """Joins the other ranks through a file that all of them can see. Blocks until all are there."""
+        """Joins the other ranks through a file that all of them can see. Blocks until all are
+        there."""
         if placement.tensor == 1:
             return Par(placement)
         timeout = timedelta(seconds=timeout_s)
-        store = dist.FileStore(str(store_path), placement.tensor)
+        store = dist.FileStore(str(store_path), placement.tensor)  # type: ignore[attr-defined]
         backend = "nccl" if torch.cuda.is_available() else "gloo"
         try:
             dist.init_process_group(

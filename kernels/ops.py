@@ -1,10 +1,10 @@
 """The signature of every op. A back end is one `Ops` value; nothing is dispatched at call time.
 
-Shapes: T tokens, G sequences of a group, Q queries, L keys (padded), H query heads, K kv heads, D head
-dim, N no-rope width of a head, R rope width, W value width, C latent width, M model width, F ffn width,
-E experts, A active experts, V vocabulary, P pages, B tokens per page, I/O in/out features of a linear.
-Activations have the model's dtype unless said otherwise; every op returns new tensors except where it
-says "in place".
+Shapes: T tokens, G sequences of a group, Q queries, L keys (padded), H query heads, K kv heads, D
+head dim, N no-rope width of a head, R rope width, W value width, C latent width, M model width, F
+ffn width, E experts, A active experts, V vocabulary, P pages, B tokens per page, I/O in/out
+features of a linear. Activations have the model's dtype unless said otherwise; every op returns
+new tensors except where it says "in place".
 """
 
 from collections.abc import Sequence
@@ -28,7 +28,8 @@ class PackKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """A weight as its back end wants it. `plain` is there when the form keeps or needs the original."""
+    """A weight as its back end wants it. `plain` is there when the form keeps or needs the
+    original."""
 
     kind: PackKind
     shape: tuple[int, ...]
@@ -48,11 +49,11 @@ class Group:
     """Sequences that are attended in one call, padded to Q queries and L keys each.
 
     `rows_N` are the rows of T in this group, in the order (sequence, query); `grid_N` is where they
-    stand in the padded [G*Q] grid, None when the grid has no padding. `pages_GP` holds the pages of the
-    keys, padded with page 0; of their P*B rows the first L count. `bias_GQL` is added to the scores: 0
-    where a query sees a key, -inf elsewhere; None when every query sees every key, or when `is_causal`:
-    G = 1, Q = L, query i sees keys 0..i. `is_every_row`: rows_N is 0..T-1. `first_page` is set when
-    G = 1 and the pages are consecutive ids.
+    stand in the padded [G*Q] grid, None when the grid has no padding. `pages_GP` holds the pages of
+    the keys, padded with page 0; of their P*B rows the first L count. `bias_GQL` is added to the
+    scores: 0 where a query sees a key, -inf elsewhere; None when every query sees every key, or
+    when `is_causal`: G = 1, Q = L, query i sees keys 0..i. `is_every_row`: rows_N is 0..T-1.
+    `first_page` is set when G = 1 and the pages are consecutive ids.
     """
 
     num_sequences: int
@@ -132,7 +133,8 @@ class RopeOp(Protocol):
     def __call__(
         self, x_THR: torch.Tensor, cos_TR: torch.Tensor, sin_TR: torch.Tensor, layout: RopeLayout
     ) -> None:
-        """Rotates x in place; cos and sin are float32 [T, R/2]; x may be a strided view of a row."""
+        """Rotates x in place; cos and sin are float32 [T, R/2]; x may be a strided view of a
+        row."""
         ...
 
 
@@ -155,7 +157,8 @@ class WriteLatentOp(Protocol):
         cos_TR: torch.Tensor,
         sin_TR: torch.Tensor,
     ) -> None:
-        """Norms the first C of [T, C+R], rotates the last R (interleaved), writes the rows in place."""
+        """Norms the first C of [T, C+R], rotates the last R (interleaved), writes the rows in
+        place."""
         ...
 
 
@@ -168,7 +171,8 @@ class GqaOp(Protocol):
         groups: Sequence[Group],
         scale: float,
     ) -> torch.Tensor:
-        """softmax(scale · q kᵀ + bias) v over the cached rows, kv head h·K/H for head h → [T, H*D]."""
+        """softmax(scale · q kᵀ + bias) v over the cached rows, kv head h·K/H for head h → [T,
+        H*D]."""
         ...
 
 
@@ -184,8 +188,9 @@ class MlaOp(Protocol):
     ) -> torch.Tensor:
         """Attention over cached latents → [T, H*W]; q is [N ‖ R] a head, rotated.
 
-        Groups of `absorbed` stay in latent space: q̃ = UKᵀ q_nope, s = scale (q̃·c + q_pe·k_pe), z = Σ p c,
-        o = UV z. Groups of `expanded` make keys and values by kv_b · c first. Both give the same numbers.
+        Groups of `absorbed` stay in latent space: q̃ = UKᵀ q_nope, s = scale (q̃·c + q_pe·k_pe),
+        z = Σ p c, o = UV z. Groups of `expanded` make keys and values by kv_b · c first. Both give
+        the same numbers.
         """
         ...
 
@@ -198,8 +203,9 @@ class RouteOp(Protocol):
         bias_E: torch.Tensor,
         dims: RouterDims,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(weights_TA float32, ids_TA int64): sigmoid scores s in float32; chosen by s + bias inside the
-        groups whose two best sum highest, the others at -inf; weighted by s, normalised, scaled."""
+        """(weights_TA float32, ids_TA int64): sigmoid scores s in float32; chosen by s + bias
+        inside the groups whose two best sum highest, the others at -inf; weighted by s,
+        normalised, scaled."""
         ...
 
 
@@ -234,7 +240,8 @@ class SampleOp(Protocol):
         stream_key_N: torch.Tensor,
         position_N: torch.Tensor,
     ) -> torch.Tensor:
-        """ids_N int64, drawn from float32 logits by a stream that is a function of key and position."""
+        """ids_N int64, drawn from float32 logits by a stream that is a function of key and
+        position."""
         ...
 
 

@@ -4,6 +4,7 @@ S sequences, T tokens, G sequences of a group, Q queries, L keys, B tokens per p
 """
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -64,10 +65,7 @@ def split_by_length(sequences: HostInts, lengths: HostInts) -> Sequence[HostInts
             at = int(table[at]) - 1
             cuts.append(at)
     borders = [0, *(int(ends[cut]) for cut in reversed(cuts))]
-    return [
-        np.sort(sequences[order[first:last]])
-        for first, last in zip(borders[:-1], borders[1:], strict=True)
-    ]
+    return [np.sort(sequences[order[first:last]]) for first, last in pairwise(borders)]
 
 
 def _decode_group(step: Step, sequences: HostInts, dtype: torch.dtype) -> Group:

@@ -1,13 +1,14 @@
 """Multi-head latent attention over pages of latent rows (DeepSeek-V2 report, section 2.1).
 
-T tokens, H heads of this rank, N no-rope width, R rope width, W value width, C latent width, M model
-width. A cached row is the normed latent [C] followed by the rotated shared key [R].
+T tokens, H heads of this rank, N no-rope width, R rope width, W value width, C latent width, M
+model width. A cached row is the normed latent [C] followed by the rotated shared key [R].
 """
 
 from dataclasses import dataclass
 from enum import StrEnum
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from batchmla.attention.groups import make_groups
@@ -47,14 +48,17 @@ class MlaPlan:
     sin_TR: torch.Tensor
 
 
-def is_expansion_cheaper(queries_S: HostInts, context_S: HostInts, dims: MlaDims) -> HostInts:
-    """Per sequence, by multiply-adds a head: scores and values of every visible pair, plus either the
-    expansion of each key once a chunk, or the two projections of each query."""
+def is_expansion_cheaper(
+    queries_S: HostInts, context_S: HostInts, dims: MlaDims
+) -> npt.NDArray[np.bool_]:
+    """Per sequence, by multiply-adds a head: scores and values of every visible pair, plus either
+    the expansion of each key once a chunk, or the two projections of each query."""
     pairs_S = queries_S * (context_S - queries_S) + queries_S * (queries_S + 1) // 2
     up = dims.latent * (dims.nope + dims.value)
     expanded_S = pairs_S * (dims.nope + dims.rope + dims.value) + context_S * up
     absorbed_S = pairs_S * (2 * dims.latent + dims.rope) + queries_S * up
-    return expanded_S < absorbed_S
+    is_cheaper_S: npt.NDArray[np.bool_] = expanded_S < absorbed_S
+    return is_cheaper_S
 
 
 def plan(step: Step, rope: Rope, dims: MlaDims, forms: MlaForms, dtype: torch.dtype) -> MlaPlan:
@@ -77,8 +81,8 @@ def plan(step: Step, rope: Rope, dims: MlaDims, forms: MlaForms, dtype: torch.dt
 class MlaAttention(Block):
     """The query's and the latent's down-projections are one product.
 
-    `kv_b` is held plain, read in place as UK [H, N, C] and UV [H, W, C] by the absorbed form, and where
-    the back end lays linears out also laid out, for the expanded form.
+    `kv_b` is held plain, read in place as UK [H, N, C] and UV [H, W, C] by the absorbed form, and
+    where the back end lays linears out also laid out, for the expanded form.
     """
 
     def __init__(
@@ -114,7 +118,7 @@ class MlaAttention(Block):
         q_TX = down_TX[:, : self._first]
         if self.q_norm is not None and self.q_up is not None:
             q_TX = self.q_up.forward(self.q_norm.forward(q_TX))
-        q_THD = q_TX.unflatten(1, (dims.heads, self._head_width))
+        q_THD = q_TX.view(x_TM.shape[0], dims.heads, self._head_width)
         ops.rope(q_THD[..., dims.nope :], plan.cos_TR, plan.sin_TR, RopeLayout.INTERLEAVED)
         out_TX = ops.mla(q_THD, latent, self.kv_b.packed, plan.absorbed, plan.expanded, dims)
         return self.out.forward(out_TX)

@@ -10,8 +10,8 @@ from batchmla.kernels.ops import Ops, Packed, PackKind
 class Weight:
     """A place for one tensor of this rank; empty until it is filled.
 
-    `is_float32` keeps the values in float32 whatever the model's dtype. `active_share` is the share of
-    the elements that one token uses. A `tied` weight takes its values from another one.
+    `is_float32` keeps the values in float32 whatever the model's dtype. `active_share` is the share
+    of the elements that one token uses. A `tied` weight takes its values from another one.
     """
 
     def __init__(

@@ -8,7 +8,8 @@ from batchmla.parallel import Par
 
 
 class Linear(Block):
-    """Several projections of one input as one product; `parts` are their output widths on this rank.
+    """Several projections of one input as one product; `parts` are their output widths on this
+    rank.
 
     Whether a part is whole or this rank's share is said by the family's rules; the layer adds no
     communication.

@@ -110,7 +110,8 @@ def _read_router(fields: Fields) -> RouterDims:
     groups, kept = fields.integer("n_group", 1), fields.integer("topk_group", 1)
     if num_experts % groups or kept > groups:
         raise JobError(
-            f"config.json: {num_experts} experts in n_group {groups} with topk_group {kept} do not divide"
+            f"config.json: {num_experts} experts do not divide into n_group {groups} groups with "
+            f"topk_group {kept} are kept"
         )
     if active > num_experts // groups * kept:
         raise JobError(
@@ -239,7 +240,8 @@ def _attention_rules(config: Config) -> list[Rule]:
         *found,
         _rule(layers, f"{attn}.kv_a_proj_with_mqa.weight", "attention.down.weight",
               (dims.latent + dims.rope, width)),
-        _rule(layers, f"{attn}.kv_a_layernorm.weight", "attention.latent_norm.weight", (dims.latent,)),
+        _rule(layers, f"{attn}.kv_a_layernorm.weight", "attention.latent_norm.weight",
+              (dims.latent,)),
         _rule(layers, f"{attn}.kv_b_proj.weight", "attention.kv_b",
               (dims.heads * (dims.nope + dims.value), dims.latent), 0),
         _rule(layers, f"{attn}.o_proj.weight", "attention.out.weight",

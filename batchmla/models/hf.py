@@ -1,4 +1,5 @@
-"""Reads a Hugging Face `config.json` strictly: what matters is there, understood, or refused by name."""
+"""Reads a Hugging Face `config.json` strictly: what matters is there, understood, or refused by
+name."""
 
 from collections.abc import Mapping
 from typing import Any

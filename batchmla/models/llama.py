@@ -53,13 +53,14 @@ class Config:
         width, num_heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
         if raw.get("head_dim") is None and width % num_heads:
             raise JobError(
-                f"config.json: hidden_size {width} is no multiple of num_attention_heads {num_heads}"
+                f"config.json: hidden_size {width} is no multiple of num_attention_heads "
+                f"{num_heads}"
             )
         num_kv_heads = fields.integer("num_key_value_heads", num_heads)
         if num_heads % num_kv_heads:
             raise JobError(
-                f"config.json: num_attention_heads {num_heads} is no multiple of num_key_value_heads "
-                f"{num_kv_heads}"
+                f"config.json: num_attention_heads {num_heads} is no multiple of "
+                f"num_key_value_heads {num_kv_heads}"
             )
         head_dim = fields.integer("head_dim", width // num_heads)
         return Config(

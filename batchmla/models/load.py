@@ -10,6 +10,7 @@ import torch
 
 from batchmla.errors import JobError
 from batchmla.kernels.ops import Ops
+from batchmla.layers.block import Block
 from batchmla.models import get_family
 from batchmla.models.base import Model
 from batchmla.parallel import Par
@@ -31,12 +32,14 @@ def load_model(
     device: torch.device,
     load_format: str = "safetensors",
 ) -> Model:
-    """The model of `folder` on this rank; the checkpoint is checked whole before a tensor is read."""
+    """The model of `folder` on this rank; the checkpoint is checked whole before a tensor is
+    read."""
     family = get_family(raw_config)
     config = family.Config.from_hf(raw_config)
     refuse_quantised(folder, config.quantization)
     start_s = time.monotonic()
     model = family.build(config, par, ops)
+    assert isinstance(model, Block), f"{type(model)} has no weights"
     if load_format == "dummy":
         fill_random(model, ops, dtype, device)
     elif load_format == "safetensors":
@@ -56,8 +59,8 @@ def refuse_quantised(folder: Path, method: str | None) -> None:
     """Quantised weights are known to `plan` and `inspect` and cannot be loaded yet."""
     if method is not None:
         raise JobError(
-            f"the weights in {folder} are quantised (quantization_config: {method}), which cannot be run "
-            f"yet; use a bfloat16, float16 or float32 copy"
+            f"the weights in {folder} are quantised (quantization_config: {method}), which cannot "
+            f"be run yet; use a bfloat16, float16 or float32 copy"
         )
 
 
@@ -70,4 +73,5 @@ def count_model(
     """Parameters and weight bytes of one rank, from the config alone."""
     family = get_family(raw_config)
     model = family.build(family.Config.from_hf(raw_config), Par(placement), ops)
+    assert isinstance(model, Block), f"{type(model)} has no weights"
     return count_weights(model, ops, dtype)

@@ -18,8 +18,8 @@ LENGTH_BYTES = 8
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 FLOATS = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 DTYPE_BYTES = {
-    "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "I16": 2, "U16": 2, "F16": 2,
-    "BF16": 2, "I32": 4, "U32": 4, "F32": 4, "I64": 8, "U64": 8, "F64": 8,
+    "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "I16": 2, "U16": 2,
+    "F16": 2, "BF16": 2, "I32": 4, "U32": 4, "F32": 4, "I64": 8, "U64": 8, "F64": 8,
 }  # fmt: skip
 
 
@@ -88,13 +88,14 @@ def _find_files(folder: Path, faults: list[str]) -> dict[Path, list[str] | None]
     pickles = sorted([*folder.glob("*.bin"), *folder.glob("*.pt"), *folder.glob("*.pth")])
     if pickles:
         raise JobError(
-            f"the weights in {folder} are pickles ({pickles[0].name}), which can run code; convert them "
-            f"to safetensors"
+            f"the weights in {folder} are pickles ({pickles[0].name}), which can run code; "
+            f"convert them to safetensors"
         )
     others = sorted(folder.glob("*.safetensors"))
     if others:
         raise JobError(
-            f"{folder} holds {others[0].name} but neither {SINGLE} nor {INDEX}; add the index or rename it"
+            f"{folder} holds {others[0].name} but neither {SINGLE} nor {INDEX}; add the index or "
+            f"rename it"
         )
     raise JobError(f"{folder} has no weights: neither {SINGLE} nor {INDEX}")
 

@@ -10,7 +10,8 @@ from batchmla.layers.block import Block
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightCount:
-    """`total` and `active` count a tied weight once; `weights_bytes` is what packing leaves in memory."""
+    """`total` and `active` count a tied weight once; `weights_bytes` is what packing leaves in
+    memory."""
 
     total: int
     active: int

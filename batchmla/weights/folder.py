@@ -41,7 +41,7 @@ def _find_cached(path: str, revision: str) -> Path:
     found = try_to_load_from_cache(path, "config.json", revision=revision)
     if not isinstance(found, str):
         raise JobError(
-            f"model.path {path} is neither a folder here nor, at revision {revision}, in the Hugging "
-            f"Face cache {constants.HF_HUB_CACHE}; download it first (hf download {path})"
+            f"model.path {path} is neither a folder here nor, at revision {revision}, in the "
+            f"Hugging Face cache {constants.HF_HUB_CACHE}; download it first (hf download {path})"
         )
     return Path(found).parent

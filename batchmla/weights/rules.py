@@ -1,4 +1,5 @@
-"""From checkpoint names to weights: which tensor goes where, and which slice of it to which rank."""
+"""From checkpoint names to weights: which tensor goes where, and which slice of it to which
+rank."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -12,9 +13,9 @@ class Rule:
     """Tensors `source` of whole `shape` go to the weight `target`.
 
     Both names may hold {layer} and {expert}, which run over `layers` and `num_experts`; an expert's
-    tensor lands in that row of the target's first dimension. Rules with one target are stacked along
-    the first (within an expert: first remaining) dimension in the order they are given. `shard_axis` is
-    cut into equal parts over the ranks; None: every rank takes all of it.
+    tensor lands in that row of the target's first dimension. Rules with one target are stacked
+    along the first (within an expert: first remaining) dimension in the order they are given.
+    `shard_axis` is cut into equal parts over the ranks; None: every rank takes all of it.
     """
 
     source: str

@@ -1,4 +1,5 @@
-"""Attention over the paged cache: one gather and one SDPA a group. Shapes: see `batchmla.kernels.ops`.
+"""Attention over the paged cache: one gather and one SDPA a group. Shapes: see
+`batchmla.kernels.ops`.
 
 CPU SDPA reaches its flash kernel when keys and values have one width: the absorbed form passes the
 latent row as both and drops the tail of the result, the expanded form pads the values.
@@ -117,8 +118,8 @@ def gqa(
     out = None if groups[0].is_every_row else q_THD.new_empty(q_THD.shape[0], q_THD[0].numel())
     for group in groups:
         k_GLKD, v_GLKD = (
-            _keys(part, group, q_THD.dtype).unflatten(2, (-1, head_dim))
-            for part in (key_PBW, value_PBW)
+            keys_GLW.view(*keys_GLW.shape[:2], -1, head_dim)
+            for keys_GLW in (_keys(part, group, q_THD.dtype) for part in (key_PBW, value_PBW))
         )
         result = _attend(_queries(q_THD, group), k_GLKD, v_GLKD, group, scale)
         out = _put(out, result.flatten(0, 1).flatten(1), group)
@@ -149,7 +150,8 @@ def mla(
 def _absorbed(
     q_THD: torch.Tensor, cache_PBW: torch.Tensor, kv_b: Packed, group: Group, dims: MlaDims
 ) -> torch.Tensor:
-    """All heads read the latent rows themselves; the up-projections move to the query and result."""
+    """All heads read the latent rows themselves; the up-projections move to the query and
+    result."""
     assert kv_b.plain is not None
     up_HXC = kv_b.plain.view(dims.heads, dims.nope + dims.value, dims.latent)
     q_GQHD = _queries(q_THD, group)

@@ -5,6 +5,7 @@ fail the probe, plain torch linears take their place and one log line says so.
 """
 
 import logging
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -71,7 +72,8 @@ class Linears:
         return Packed(kind, shape, plain, (reorder(weight.contiguous(), LAYOUT_ROWS),))
 
     def _pack_logits(self, weight_VM: torch.Tensor) -> Packed:
-        """float32, so that the sums leave the product unrounded; products of bfloat16 stay bfloat16."""
+        """float32, so that the sums leave the product unrounded; products of bfloat16 stay
+        bfloat16."""
         shape = tuple(weight_VM.shape)
         wide_VM = weight_VM.float()
         if not self._prepacks(PackKind.LOGITS, weight_VM.dtype, weight_VM.device):
@@ -113,11 +115,12 @@ class _Bfloat16Products:
     """
 
     def __enter__(self) -> None:
-        self._before = torch.backends.mkldnn.matmul.fp32_precision
-        torch.backends.mkldnn.matmul.fp32_precision = "bf16"
+        self._settings: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+        self._before = self._settings.fp32_precision
+        self._settings.fp32_precision = "bf16"
 
     def __exit__(self, *_: object) -> None:
-        torch.backends.mkldnn.matmul.fp32_precision = self._before
+        self._settings.fp32_precision = self._before
 
 
 def act_mul(gate_up_TF: torch.Tensor) -> torch.Tensor:

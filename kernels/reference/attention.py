@@ -36,7 +36,8 @@ def write_latent(
 def _sequences(
     group: Group, cache_PBW: torch.Tensor
 ) -> Iterator[tuple[list[int], torch.Tensor, torch.Tensor]]:
-    """Per sequence: its rows of T, its cached rows [L, W], and which of them each query sees [Q, L]."""
+    """Per sequence: its rows of T, its cached rows [L, W], and which of them each query sees [Q,
+    L]."""
     grid = range(len(group.rows_N)) if group.grid_N is None else group.grid_N.tolist()
     rows = group.rows_N.tolist()
     for index in range(group.num_sequences):
@@ -84,7 +85,7 @@ def gqa(
         for rows, row_LX, seen_QL in _sequences(group, both):
             k_LHD, v_LHD = (
                 half.float()
-                .unflatten(1, (num_kv_heads, head_dim))
+                .reshape(-1, num_kv_heads, head_dim)
                 .repeat_interleave(num_heads // num_kv_heads, dim=1)
                 for half in row_LX.chunk(2, dim=1)
             )

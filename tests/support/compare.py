@@ -8,7 +8,7 @@ LOGITS_TOLERANCE = 1e-4  # fp32 logits against transformers, absolute
 
 
 def assert_close(name: str, actual: torch.Tensor, expected: torch.Tensor, scale: float = 1) -> None:
-    """Values within `scale` tolerances of `actual`'s dtype; infinities and NaN in the same places."""
+    """Values within `scale` tolerances of `actual`'s dtype; not finite in the same places."""
     assert actual.shape == expected.shape, f"{name}: {tuple(actual.shape)}, {tuple(expected.shape)}"
     actual64, expected64 = actual.double(), expected.double()
     assert torch.equal(actual64.isfinite(), expected64.isfinite()), f"{name}: not finite alike"

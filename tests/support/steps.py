@@ -58,9 +58,7 @@ def run_step(
     step = make_step(rows, page_tokens)
     hidden_TM = model.forward(step, model.plan(step), cache)
     logits_NV = model.logits(hidden_TM[step.logits_rows_N])
-    for (row, count), part in zip(
-        rows, logits_NV.split([count for _, count in rows]), strict=True
-    ):
+    for (row, count), part in zip(rows, logits_NV.split([count for _, count in rows]), strict=True):
         row.logits.append(part)
         row.computed += count
 
