@@ -22,6 +22,10 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 class RowFault(Exception):
     """Why one row has no prompt, as a sentence."""
 
+    def __init__(self, sentence: str) -> None:
+        super().__init__(sentence)
+        self.sentence = sentence
+
 
 class ColumnTemplate:
     """A template of the job file, filled from a row. An input without columns has no rows."""

@@ -25,6 +25,12 @@ from batchmla.text.tokenizer import Tokenizer
 _LOG = logging.getLogger(__name__)
 
 
+class TooLong(str):
+    """The sentence of a row whose prompt does not fit, for those who count such rows."""
+
+    __slots__ = ()
+
+
 class PromptMaker:
     """Makes the prompts of one job. Nothing in it changes from row to row but caches."""
 
@@ -97,7 +103,7 @@ class PromptMaker:
                 text = self.text(row)
                 self._check_bytes(text)
             except RowFault as fault:
-                made[place] = str(fault)
+                made[place] = fault.sentence
                 continue
             texts.append(text)
             places.append(place)
@@ -105,7 +111,7 @@ class PromptMaker:
             try:
                 made[place] = self._prompt(rows[place], ids)
             except RowFault as fault:
-                made[place] = str(fault)
+                made[place] = fault.sentence
         return made
 
     def _encoded(self, texts: list[MarkedText]) -> list[TokenIds | str]:
@@ -153,9 +159,9 @@ class PromptMaker:
             if least >= limit:
                 raise RowFault(self._too_long(f"at least {least}"))
 
-    def _too_long(self, measured: str) -> str:
+    def _too_long(self, measured: str) -> TooLong:
         limit = self._limit_tokens or 0
-        return (
+        return TooLong(
             f"the prompt is too long: {measured} tokens, at most {limit - 1} fit "
             f"(context of {limit} tokens, one of them for the answer)"
         )

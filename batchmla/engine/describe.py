@@ -1,16 +1,12 @@
-"""What can be said of a model and its engine from `config.json` alone: no weights, no device."""
+"""What can be said of a model from `config.json` alone: no weights, no device."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from batchmla.core import EngineOptions
-from batchmla.engine.config import EngineConfig, draft, settle_dtype
-from batchmla.engine.hardware import Hardware
-from batchmla.errors import JobError
+from batchmla.engine.engine import read_config
 from batchmla.kernels import load
 from batchmla.kv.layout import DTYPE_BYTES, KVLayout
 from batchmla.models import get_family
@@ -53,18 +49,6 @@ class ModelFacts:
         return self.config.num_layers * width * DTYPE_BYTES[kv_dtype]
 
 
-def read_config(folder: Path) -> dict[str, Any]:
-    """The parsed `config.json` of a model folder."""
-    path = folder / "config.json"
-    try:
-        raw = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise JobError(f"{path} cannot be read as JSON: {error}") from error
-    if not isinstance(raw, dict):
-        raise JobError(f"{path} must hold a JSON object")
-    return raw
-
-
 def describe(folder: Path) -> ModelFacts:
     """Builds the model's shapes without memory and counts them."""
     raw = read_config(folder)
@@ -78,14 +62,3 @@ def describe(folder: Path) -> ModelFacts:
         active_params=count.active,
         quantization=config.quantization,
     )
-
-
-def draft_engine(facts: ModelFacts, options: EngineOptions, hardware: Hardware) -> EngineConfig:
-    """The engine that these options would make on that hardware, fitting or not."""
-    dtype = settle_dtype(options, facts.config, hardware)
-    count = count_model(facts.raw, Placement(), load("cpu"), getattr(torch, dtype))
-
-    def layout_of(kv_dtype: str, placement: Placement, page_tokens: int) -> KVLayout:
-        return facts.layout(kv_dtype, page_tokens, placement)
-
-    return draft(options, facts.config, layout_of, hardware, count.weights_bytes)

@@ -46,9 +46,9 @@ def _best_s(action: Callable[[], object], repeats: int = REPEATS) -> float:
     return min(times)
 
 
-def measure_cpu_rates(dtype: torch.dtype) -> Rates:
-    """Times one square GEMM in `dtype` and one read of a large array, about a third of a second."""
-    a_NN = torch.ones(GEMM_SIDE, GEMM_SIDE, dtype=dtype)
+def measure_cpu_rates(dtype_name: str) -> Rates:
+    """Times one square GEMM in a dtype and one read of a large array, in a third of a second."""
+    a_NN = torch.ones(GEMM_SIDE, GEMM_SIDE, dtype=getattr(torch, dtype_name))
     gemm_s = _best_s(lambda: a_NN @ a_NN)
     data = torch.ones(READ_BYTES // 4, dtype=torch.float32)
     read_s = _best_s(data.sum, repeats=3)

@@ -1,0 +1,98 @@
+"""How many rows and prompt tokens a job has, by rendering its prompts."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from batchmla.core import Prompt
+from batchmla.jobs.inspect import TOKENIZER_FILES
+from batchmla.jobs.local import local_seams
+from batchmla.jobs.prompt import TooLong
+from batchmla.jobs.spec import JobSpec
+from batchmla.jobs.summary import read_summary
+
+COUNT_LIMIT_S = 60.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowCounts:
+    """Rows of the input and their prompts; `is_whole` False: extrapolated from the first rows."""
+
+    rows: int | None
+    prompt_tokens: int | None
+    rows_too_long: int | None
+    rows_failing: int | None
+    longest_prompt: int | None
+    output_tokens: int | None
+    is_whole: bool
+
+
+def count_rows(spec: JobSpec, folder: Path, notes: list[str]) -> RowCounts:
+    """Reads the input and renders its prompts, if the model has a tokenizer, for up to a minute."""
+    seams = local_seams()
+    table = seams.table(spec)
+    num_rows = table.scan(spec.input.check).num_rows
+    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+        notes.append("no tokenizer in the model folder: prompts are not counted")
+        return RowCounts(
+            rows=num_rows, prompt_tokens=None, rows_too_long=None, rows_failing=None,
+            longest_prompt=None, output_tokens=None, is_whole=False,
+        )  # fmt: skip
+    text = seams.text(spec, table)
+    tally, started_s, is_whole = _Tally(), time.monotonic(), True
+    for rows in table.rows(0, None):
+        tally.add(text.prompts(rows))
+        if time.monotonic() - started_s > COUNT_LIMIT_S:
+            is_whole = num_rows is not None and tally.rows == num_rows
+            break
+    if is_whole:
+        num_rows = tally.rows
+    factor = (num_rows or 0) / tally.rows if tally.rows and num_rows is not None else 1.0
+    if not is_whole:
+        notes.append(
+            f"prompts counted over the first {tally.rows:,} rows in {COUNT_LIMIT_S:.0f} s"
+            + (" and scaled up" if num_rows is not None else "; the input's rows are not known yet")
+        )
+    good_rows = round((tally.rows - tally.failing) * factor)
+    output_tokens, source = _expected_output(spec, good_rows)
+    notes.append(source)
+    return RowCounts(
+        rows=num_rows,
+        prompt_tokens=round(tally.prompt_tokens * factor),
+        rows_too_long=round(tally.too_long * factor),
+        rows_failing=round(tally.failing * factor),
+        longest_prompt=tally.longest,
+        output_tokens=output_tokens,
+        is_whole=is_whole,
+    )
+
+
+class _Tally:
+    """Sums over rendered prompts."""
+
+    def __init__(self) -> None:
+        self.rows = self.failing = self.too_long = self.prompt_tokens = self.longest = 0
+
+    def add(self, prompts: Sequence[Prompt | str]) -> None:
+        """A prompt, or the sentence why a row has none."""
+        for prompt in prompts:
+            self.rows += 1
+            if isinstance(prompt, str):
+                self.failing += 1
+                self.too_long += isinstance(prompt, TooLong)
+            else:
+                self.prompt_tokens += len(prompt.token_ids)
+                self.longest = max(self.longest, len(prompt.token_ids))
+
+
+def _expected_output(spec: JobSpec, good_rows: int) -> tuple[int | None, str]:
+    """Tokens that the rows will generate, and where the figure comes from."""
+    last = read_summary(Path(spec.output.path))
+    if last is not None and last.rows_this_run and last.generated_tokens:
+        mean = last.generated_tokens / last.rows_this_run
+        return round(mean * good_rows), f"{mean:.0f} output tokens a row, as in this job's last run"
+    if spec.sampling.max_tokens is not None:
+        most = spec.sampling.max_tokens
+        return most * good_rows, f"{most} output tokens a row: sampling.max_tokens, an upper bound"
+    return None, "output length is not known before a first run; sampling.max_tokens would bound it"

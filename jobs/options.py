@@ -1,0 +1,32 @@
+"""The engine's part of a job file as `EngineOptions`."""
+
+from pathlib import Path
+
+from batchmla.core import DType, EngineOptions
+from batchmla.jobs.spec import JobSpec
+
+
+def engine_options(spec: JobSpec, folder: Path) -> EngineOptions:
+    """What the job asks of an engine for the model in `folder`; "auto" sizes become None."""
+    model, engine = spec.model, spec.engine
+    assert model.kv_cache_dtype != "fp8", "refused by name when the job file was read"
+    kv_cache_dtype: DType = model.kv_cache_dtype
+    tensor = 1 if model.parallel == "auto" else model.parallel.tensor
+    return EngineOptions(
+        model=str(folder),
+        device=model.device,
+        dtype=model.dtype,
+        kv_cache_dtype=kv_cache_dtype,
+        load_format=model.load_format,
+        max_model_len=_size(model.max_model_len),
+        memory_utilization=model.memory_utilization,
+        max_num_seqs=_size(engine.max_num_seqs),
+        max_batched_tokens=_size(engine.max_batched_tokens),
+        block_size=_size(engine.block_size),
+        prefix_caching=engine.prefix_caching,
+        tensor_parallel=tensor if isinstance(tensor, int) else 1,
+    )
+
+
+def _size(value: int | str) -> int | None:
+    return value if isinstance(value, int) else None
