@@ -33,7 +33,7 @@ COUNTS = ("prompt_tokens", "cached_tokens", "reasoning_tokens", "content_tokens"
 class Finished(NamedTuple):
     """A finished row: where it stands in the input and one value per column of ours."""
 
-    index: int
+    row_index: int
     file: int
     number: int
     row_id: str
@@ -83,5 +83,6 @@ def finished_table(rows: Sequence[Finished], token_ids: bool) -> pa.Table:
     """Rows as a table in `segment_schema`, in the order given."""
     schema = segment_schema(token_ids)
     columns = dict(zip(Finished._fields, zip(*rows, strict=True), strict=True))
+    columns["index"] = columns["row_index"]
     arrays = [pa.array(columns[field.name], type=field.type) for field in schema]
     return pa.Table.from_arrays(arrays, schema=schema)

@@ -25,7 +25,7 @@ class DoneRows:
         if not len(indices):
             return np.zeros(0, dtype=np.bool_)
         self._grow(int(indices.max()) + 1)
-        is_new = self._read(indices) == 0
+        is_new: npt.NDArray[np.bool_] = self._read(indices) == 0
         fresh = indices[is_new]
         np.bitwise_or.at(self._bits, fresh >> 3, self._masks(fresh))
         self.count += len(fresh)
@@ -65,11 +65,13 @@ class DoneRows:
         return self._first_missing
 
     def _read(self, indices: Indices) -> npt.NDArray[np.uint8]:
-        return self._bits[indices >> 3] & self._masks(indices)
+        found: npt.NDArray[np.uint8] = self._bits[indices >> 3] & self._masks(indices)
+        return found
 
     @staticmethod
     def _masks(indices: Indices) -> npt.NDArray[np.uint8]:
-        return np.left_shift(1, indices & 7).astype(np.uint8)
+        masks: npt.NDArray[np.uint8] = np.left_shift(1, indices & 7).astype(np.uint8)
+        return masks
 
     def _grow(self, num_rows: int) -> None:
         wanted = (num_rows + 7) // 8

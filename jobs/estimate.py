@@ -9,7 +9,7 @@ _HALVE_AT = 4096  # old rows fade: the input may change its nature
 
 
 class LengthEstimate:
-    """Expected tokens of a completion. An estimate too low costs a preemption, too high an idle lane."""
+    """Expected tokens of a completion: too low costs a preemption, too high an idle lane."""
 
     def __init__(self) -> None:
         self._counts = [0] * (_BINS_PER_DOUBLING * 40)

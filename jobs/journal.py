@@ -129,15 +129,17 @@ class Journal:
         """Writes what has gathered as one segment."""
         if not self._rows:
             return
-        rows = sorted(self._rows, key=lambda row: row.index)
-        name = segment_name(rows[0].index, rows[-1].index, self.round, self._run, self._num_written)
+        rows = sorted(self._rows, key=lambda row: row.row_index)
+        name = segment_name(
+            rows[0].row_index, rows[-1].row_index, self.round, self._run, self._num_written
+        )
         segment = write_segment(
             self._store, self.folder, name, rows, job=self._job, token_ids=self._token_ids
         )
         self._num_written += 1
         self._segments.append(segment)
         self._rows, self._rows_bytes = [], 0
-        indices = np.fromiter((row.index for row in rows), dtype=np.int64, count=len(rows))
+        indices = np.fromiter((row.row_index for row in rows), dtype=np.int64, count=len(rows))
         is_new = self.done.mark(indices)
         assert is_new.all(), f"rows finished twice: {indices[~is_new].tolist()}"
         self.tally.add(_tally_of_rows(rows))

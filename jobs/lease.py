@@ -43,8 +43,8 @@ class Lease:
             holder = os.pread(descriptor, 4096, 0)
             os.close(descriptor)
             raise JobError(
-                f"{self._output} is in use by another run ({_describe(holder)}); wait for it or stop "
-                f"it, or choose another output.path"
+                f"{self._output} is in use by another run ({_describe(holder)}); wait for it or "
+                f"stop it, or choose another output.path"
             ) from None
         except OSError as error:
             if error.errno not in _NO_LOCKS:
@@ -52,10 +52,10 @@ class Lease:
                 raise
             _LOG.warning("%s: this file system has no locks; start one run at a time", self._path)
         self._descriptor = descriptor
-        holder = {"host": socket.gethostname(), "pid": os.getpid(), "since": time.time()}
+        own = {"host": socket.gethostname(), "pid": os.getpid(), "since": time.time()}
         with storage_errors(self._path):
             os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, json.dumps(holder).encode(), 0)
+            os.pwrite(descriptor, json.dumps(own).encode(), 0)
         return self
 
     def __exit__(

@@ -77,6 +77,13 @@ class Ledger:
             parts[part.number] = part
         return [parts[number] for number in sorted(parts)]
 
+    def tally(self) -> Tally:
+        """Sums over all parts announced."""
+        total = Tally()
+        for part in self.read():
+            total.add(part.tally)
+        return total
+
     def published(self, schema: pa.Schema) -> Iterator[tuple[Part, bool]]:
         """The parts up to the last one that is there, each with whether it is there and sound."""
         announced = self.read()
@@ -90,7 +97,8 @@ class Ledger:
         for path in sorted(self._store.root.iterdir()):
             if _PART.fullmatch(path.name) and path.name not in ours:
                 raise JobError(
-                    f"{path} was not written by this job; move it away, or choose another output.path"
+                    f"{path} was not written by this job; move it away, or choose another "
+                    f"output.path"
                 )
 
 

@@ -90,7 +90,7 @@ class Loop:
     def run(self, load: Callable[[], LoadedEngine]) -> None:
         """Runs every row that is not done; `load` is called once a row needs the engine.
 
-        Returns at the end, when `is_stopped_by_failures`, or after a signal; raises what went wrong.
+        Returns at the end, when stopped by failures, or after a signal; raises what went wrong.
         """
         feeder = threading.Thread(target=self._feed, name="reader", daemon=True)
         finisher = threading.Thread(target=self._finish, name="writer", daemon=True)
@@ -119,7 +119,8 @@ class Loop:
         self.phase = "loading the model"
         with self._signals.interruptible():
             loaded = load()
-        engine, self.effective = loaded.engine, loaded.effective
+        engine = loaded.engine
+        self.effective = {**loaded.effective, **self._text.effective}
         self._engine, self.phase = engine, "running"
         started_s = time.monotonic()
         source = _Source(take=self._signals.guarded(self._packer.take))
@@ -156,10 +157,10 @@ class Loop:
             self._packer.end()
 
     def _read(self) -> None:
-        """Reads from the first row that is not done; one row past the limit tells if more follow."""
+        """Reads from the first row not done; one row past the limit tells if more follow."""
         start = next_index = self._journal.done.first_missing()
         limit = None if self._limit is None else max(0, self._limit - start) + 1
-        for rows in self._rows.rows(start, limit):
+        for rows in self._rows.rows(start, limit, self._text.columns):
             next_index = rows[-1].index + 1
             if self._limit is not None and next_index > self._limit:
                 rows = [row for row in rows if row.index < self._limit]

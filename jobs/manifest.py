@@ -1,7 +1,8 @@
-"""The manifest: what made the rows of an output folder, and whether a later run may go on with it."""
+"""The manifest: what made the rows of an output folder, and whether a run may go on with it."""
 
 import hashlib
 import importlib.metadata
+import itertools
 import json
 import platform
 import secrets
@@ -10,6 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
+
+import pyarrow as pa
 
 from batchmla import __version__
 from batchmla.errors import JobError
@@ -31,6 +34,7 @@ _PACKAGES = ("torch", "transformers", "tokenizers", "pyarrow", "numpy", "jinja2"
 _WEIGHTS = (".safetensors", ".bin", ".gguf", ".pt", ".pth")
 _SMALL = (".json", ".jinja", ".model", ".txt", ".tiktoken", ".py")
 _SAMPLE_BYTES = 65536
+_LISTED_FILES = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +47,7 @@ class Manifest:
     versions: Mapping[str, str]
     model: Mapping[str, str]  # file → hash
     input: Any  # the reader's fingerprint
+    columns: Sequence[str]  # of the output: name and type
     prompt: str  # hash of templates, markers and tool definitions
     num_rows: int | None = None  # once the input has been read to its end
     format: int = FORMAT
@@ -65,6 +70,7 @@ def make_manifest(
     model: Mapping[str, str],
     input_fingerprint: Any,
     prompt: str,
+    columns: pa.Schema,
 ) -> Manifest:
     """A new job's manifest. `settings` is the job file as resolved, nested; `sources` by field."""
     job = {
@@ -78,6 +84,7 @@ def make_manifest(
         versions=versions(),
         model=dict(model),
         input=plain(input_fingerprint),
+        columns=[f"{field.name}: {field.type}" for field in columns],
         prompt=prompt,
     )
 
@@ -118,7 +125,7 @@ def write_manifest(store: Store, manifest: Manifest) -> None:
 
 
 def differences(old: Manifest, new: Manifest) -> list[str]:
-    """What changes rows and is not the same, one "field: old → new" each. Inputs are not compared."""
+    """What changes rows and is not the same, one "field: old → new" each."""
     found = []
     for name in sorted(set(old.job) | set(new.job)):
         before, after = (each.job.get(name, {}).get("value") for each in (old, new))
@@ -130,38 +137,54 @@ def differences(old: Manifest, new: Manifest) -> list[str]:
             found.append(f"model file {name}: {word}")
     if old.prompt != new.prompt:
         found.append("the rendered prompt (template, tokenizer files, tools or markers): changed")
-    return found
+    return found + _input_changes(old.input, new.input)
 
 
-def input_changes(old: Any, new: Any) -> list[str]:
-    """What is not the same in two fingerprints of an input."""
-    if old == new:
-        return []
-    if isinstance(old, Mapping) and isinstance(new, Mapping):
-        before, after = dict(flatten(old)), dict(flatten(new))
-        names = [name for name in sorted({*before, *after}) if before.get(name) != after.get(name)]
-        return [f"input {name}: {before.get(name)} → {after.get(name)}" for name in names[:5]]
-    return ["the input: changed"]
-
-
-def refuse(output: Path, found: Sequence[str]) -> JobError:
-    """The error of a resume that would mix rows made in two ways."""
-    listed = "\n  ".join(found)
-    return JobError(
-        f"{output} was begun with another job:\n  {listed}\ngo on anyway with --accept-changes "
-        f"(finished rows are kept), start over with --fresh, or choose another output.path"
+def _input_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    """Changed files. Files added after the old ones are none: indices stay as they were."""
+    before, after = old["files"], new["files"]
+    found = []
+    for was, now in itertools.zip_longest(before, after[: len(before)]):
+        if now is None:
+            found.append(f"input file {was['name']}: gone")
+        elif was["name"] != now["name"]:
+            found.append(f"input files in order: {was['name']} → {now['name']}")
+        elif was != now:
+            sizes = f"{was['size_bytes']:,} → {now['size_bytes']:,} bytes"
+            found.append(f"contents of input file {was['name']}: {sizes}")
+    return found[:_LISTED_FILES] + [f"and {len(found) - _LISTED_FILES} more files"] * (
+        len(found) > _LISTED_FILES
     )
 
 
-def carry_on(old: Manifest, new: Manifest) -> Manifest:
-    """The same job gone on with: values that are free to change are the new ones."""
-    return replace(new, job_id=old.job_id, created_s=old.created_s, earlier=old.earlier)
-
-
-def accept(old: Manifest, new: Manifest) -> Manifest:
-    """The new manifest under the old job's id, with the old one kept in it."""
+def settle(
+    old: Manifest | None, new: Manifest, *, output: Path, is_accepted: bool
+) -> tuple[Manifest, bool]:
+    """The manifest to go on with, and whether it differs from the one on the disk."""
+    if old is None:
+        return new, True
+    if old.columns != new.columns:
+        changed = sorted(set(old.columns) ^ set(new.columns)) or ["their order"]
+        raise JobError(
+            f"{output} was begun with other columns (differing: {'; '.join(changed)}); a data set "
+            f"has one schema: start over with --fresh, or choose another output.path"
+        )
+    changed = differences(old, new)
+    num_rows = old.num_rows if old.input == new.input else None
+    if not changed:
+        created_s = old.created_s
+        kept = replace(new, job_id=old.job_id, created_s=created_s, earlier=old.earlier)
+        kept = replace(kept, num_rows=num_rows)
+        return kept, plain(asdict(kept)) != plain(asdict(old))
+    if not is_accepted:
+        listed = "\n  ".join(changed)
+        raise JobError(
+            f"{output} was begun with another job:\n  {listed}\ngo on anyway with --accept-changes "
+            f"(finished rows are kept), start over with --fresh, or choose another output.path"
+        )
     before = {key: value for key, value in asdict(old).items() if key != "earlier"}
-    return replace(new, job_id=old.job_id, earlier=(*old.earlier, before))
+    earlier = (*old.earlier, before)
+    return replace(new, job_id=old.job_id, earlier=earlier, num_rows=num_rows), True
 
 
 def model_fingerprint(folder: Path) -> dict[str, str]:

@@ -1,8 +1,8 @@
 """In which order waiting prompts should reach the engine. Pure; an advice, the scheduler decides.
 
-Long rows first, so that no long row is left alone at the end; rows that share a prefix side by side,
-so that the second finds the first one's pages. Length counts in powers of two, within one prefixes
-decide.
+Long rows first, so that no long row is left alone at the end; rows that share a prefix side by
+side, so that the second finds the first one's pages. Length counts in powers of two, within one
+prefixes decide.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""How far a run is: a live table on a terminal, a plain line every 10 s elsewhere, a heartbeat file.
+"""How far a run is: a table on a terminal, a line every 10 s elsewhere, a heartbeat file.
 
 A thread of its own looks a few times a second, so that nothing is done per row or per token.
 """

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from batchmla.core import Completion, Prompt
 from batchmla.jobs.row import Row
@@ -10,10 +10,10 @@ from batchmla.jobs.row import Row
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """One completion, split and decoded. `finish_reason` may differ from the engine's: tool calls."""
+    """One completion, split and decoded. Tool calls may change the engine's `finish_reason`."""
 
     reasoning: str | None
-    content: str
+    content: str | None
     finish_reason: str
     reasoning_state: str
     reasoning_tokens: int
@@ -34,6 +34,16 @@ class RowText(Protocol):
     @property
     def model_files(self) -> Mapping[str, str]:
         """File → hash of the model folder."""
+        ...
+
+    @property
+    def columns(self) -> Sequence[str] | None:
+        """The columns that prompts are made of; None: any."""
+        ...
+
+    @property
+    def effective(self) -> Mapping[str, Any]:
+        """What the job's sampling and reasoning settings became, for the summary."""
         ...
 
     def prompts(self, rows: Sequence[Row]) -> Sequence[Prompt | str]:

@@ -7,40 +7,35 @@ left. The loop itself is `loop.py`.
 import logging
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from batchmla.core import EngineStats
 from batchmla.errors import BatchmlaError, ExitCode, JobError
+from batchmla.jobs.clear import clear_output
 from batchmla.jobs.journal import Journal
 from batchmla.jobs.lease import Lease
-from batchmla.jobs.ledger import Ledger, Tally
+from batchmla.jobs.ledger import Ledger, Part
+from batchmla.jobs.local import local_seams
 from batchmla.jobs.loop import Loop
 from batchmla.jobs.manifest import (
     Manifest,
-    accept,
-    carry_on,
-    differences,
-    input_changes,
     make_manifest,
-    manifest_path,
-    plain,
     read_manifest,
-    refuse,
+    settle,
     write_manifest,
 )
 from batchmla.jobs.pack import Packer
-from batchmla.jobs.progress import ProgressKind, Snapshot, Ticker, make_view, progress_path
+from batchmla.jobs.progress import ProgressKind, Snapshot, Ticker, make_view
 from batchmla.jobs.rowtext import RowText
+from batchmla.jobs.runlog import run_log
 from batchmla.jobs.seams import Seams
 from batchmla.jobs.segments import list_segments
 from batchmla.jobs.signals import Signals, StopRun
 from batchmla.jobs.spec import LoadedSpec
-from batchmla.jobs.store import Store, storage_errors
-from batchmla.jobs.summary import Summary, make_summary, summary_path, write_summary
+from batchmla.jobs.store import Store
+from batchmla.jobs.summary import Summary, make_summary, stopped_early, write_summary
 from batchmla.jobs.write import Carried, PartFormat, Writer
 
 _LOG = logging.getLogger(__name__)
@@ -75,20 +70,17 @@ def run_job(
     wishes = Wishes(
         limit=limit, fresh=fresh, retry_failed=retry_failed, accept_changes=accept_changes
     )
-    if seams is None:
-        from batchmla.jobs.local import local_seams
-
-        seams = local_seams()
+    seams = seams or local_seams()
     output = Path(loaded.spec.output.path)
     store = seams.store(output)
     with Signals() as signals:
         try:
             with signals.interruptible():
                 store.open()
-            with Lease(output), _log_file(output):
+            with Lease(output), run_log(output):
                 return _Run(loaded, wishes, store, signals, progress, seams).go()
         except StopRun:
-            return _stopped_early(store, signals)
+            return stopped_early(output, Ledger(store).tally(), signals.signum or 0)
 
 
 class _Run:
@@ -114,14 +106,14 @@ class _Run:
     def go(self) -> Summary:
         """Everything in order."""
         if self.wishes.fresh:
-            self._clear()
+            clear_output(self.store)
         self.store.clean()
         with self.signals.interruptible():
             self.table = self.seams.table(self.spec)
-            self.form = self._part_format()
-            found = list(self.ledger.published(self.form.schema))
-            text = self.seams.text(self.spec, self.table)
             scan = self.table.scan(self.spec.input.check)
+            self.form = self._part_format()
+            text = self.seams.text(self.spec, self.table)
+            found = list(self.ledger.published(self.form.schema))
             self.manifest, is_new = self._manifest(text)
         num_rows = scan.num_rows if scan.num_rows is not None else self.manifest.num_rows
         self._prepare(found)
@@ -146,19 +138,6 @@ class _Run:
 
     # before the loop
 
-    def _clear(self) -> None:
-        """--fresh: deletes what a manifest of ours names, and nothing else."""
-        if read_manifest(self.output) is None:
-            return
-        self.store.remove(self.success)
-        for part in self.ledger.read():
-            self.store.remove(self.output / part.name)
-        for segment in list_segments(self.store.own / "segments"):
-            self.store.remove(segment.path)
-        for path in (self.ledger.path, summary_path(self.output), progress_path(self.output)):
-            self.store.remove(path)
-        self.store.remove(manifest_path(self.output))
-
     def _part_format(self) -> PartFormat:
         settings = self.spec.output
         form = PartFormat(
@@ -179,21 +158,12 @@ class _Run:
             model=text.model_files,
             input_fingerprint=self.table.fingerprint(),
             prompt=text.prompt_hash,
+            columns=self.form.schema,
         )
         old = read_manifest(self.output)
-        if old is None:
-            return new, True
-        changed = differences(old, new)
-        changed += input_changes(old.input, new.input)
-        if not changed:
-            num_rows = old.num_rows if old.input == new.input else None
-            new = replace(carry_on(old, new), num_rows=num_rows)
-            return new, new != old
-        if not self.wishes.accept_changes:
-            raise refuse(self.output, changed)
-        return accept(old, new), True
+        return settle(old, new, output=self.output, is_accepted=self.wishes.accept_changes)
 
-    def _prepare(self, found: list[Any]) -> None:
+    def _prepare(self, found: Sequence[tuple[Part, bool]]) -> None:
         """Finds out what is done."""
         self.journal = Journal(
             self.store, job=self.manifest.job_id, token_ids=self.spec.output.token_ids
@@ -204,18 +174,9 @@ class _Run:
             journal=self.journal,
             form=self.form,
             carried=Carried(self.table.carried, self.table.carried_batches),
-            check_input=self._check_input,
         )
         self.writer.take_up(found)
         self.journal.recover(self.writer.parts)
-
-    def _check_input(self) -> None:
-        """Before every part: the carried columns must be those of the rows that made the prompts."""
-        if input_changes(self.manifest.input, plain(self.table.fingerprint())):
-            raise JobError(
-                f"the input ({self.spec.input.path}) was changed while the job ran; put it back and "
-                f"run the same command again, or start over with --fresh"
-            )
 
     def _is_finished(self, num_rows: int | None, is_new: bool) -> bool:
         """Whether a run with these wishes would change nothing."""
@@ -342,44 +303,3 @@ class _Run:
             effective={} if loop is None else loop.effective,
             settings=self.manifest.job,
         )
-
-
-def _stopped_early(store: Store, signals: Signals) -> Summary:
-    """A signal before the loop: this run did nothing."""
-    tally = Tally()
-    for part in Ledger(store).read():
-        tally.add(part.tally)
-    assert signals.signum is not None, "stopped without a signal"
-    return make_summary(
-        output=store.root,
-        exit_code=ExitCode(128 + signals.signum),
-        num_rows=None,
-        tally=tally,
-        stats=EngineStats(),
-        engine_s=0.0,
-        wall_s=0.0,
-        rows_this_run=0,
-        duplicates=0,
-        reason="stopped by a signal before the first row",
-        effective={},
-        settings={},
-    )
-
-
-@contextmanager
-def _log_file(output: Path) -> Iterator[None]:
-    """What the package logs from here on also goes to `_batchmla/run.log`."""
-    path = output / "_batchmla" / "run.log"
-    with storage_errors(path):
-        handler = logging.FileHandler(path, encoding="utf-8")
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-    logger = logging.getLogger("batchmla")
-    level = logger.level
-    logger.addHandler(handler)
-    logger.setLevel(min(level, logging.INFO) if level else logging.INFO)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
-        logger.removeHandler(handler)
-        handler.close()

@@ -1,9 +1,9 @@
-"""What the pipeline needs from its neighbours, so that each can be replaced: input, text, engine, disk."""
+"""What the pipeline needs from its neighbours, each replaceable: input, text, engine, disk."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import pyarrow as pa
 
@@ -25,22 +25,26 @@ class Table(Protocol):
     """The input. It can be read twice: once for prompts, once for the carried columns."""
 
     @property
-    def carried(self) -> pa.Schema: ...
+    def carried(self) -> pa.Schema:
+        """Known after `scan`."""
+        ...
 
-    def scan(self, mode: str) -> ScanResult:
+    def scan(self, mode: Literal["auto", "full"]) -> ScanResult:
         """The look before weights load; raises for what is wrong."""
         ...
 
-    def rows(self, start: int, limit: int | None) -> Iterator[list[Row]]:
-        """Rows in order from index `start`, at most `limit` of them."""
+    def rows(
+        self, start: int, limit: int | None, columns: Sequence[str] | None = None
+    ) -> Iterator[list[Row]]:
+        """Rows in order from index `start`, at most `limit`, with the values of `columns`."""
         ...
 
     def carried_batches(self, start: int) -> Iterator[pa.RecordBatch]:
         """The carried columns from row `start` on."""
         ...
 
-    def fingerprint(self) -> Any:
-        """JSON values that change when the input does."""
+    def fingerprint(self) -> Mapping[str, Any]:
+        """JSON values; `files` lists each file's name, size_bytes and digest, in order."""
         ...
 
 

@@ -90,7 +90,7 @@ def write_segment(
 def read_segment(segment: Segment, schema: pa.Schema, job: str) -> pa.Table:
     """Every row of a segment, checksums verified.
 
-    `BadSegment` when it is not what it says; a `JobError` when it is a sound segment of another job.
+    `BadSegment` when it is not what it says; a `JobError` when it is sound, but another job's.
     """
     try:
         file = pq.ParquetFile(segment.path, page_checksum_verification=True)

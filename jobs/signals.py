@@ -18,8 +18,8 @@ class StopRun(BaseException):
 class Signals:
     """Catches both signals inside `with`; without effect outside the main thread.
 
-    `signum` is the first signal that came. An exception is raised only in `interruptible` code, which
-    holds no lock and has nothing to save; other code looks at `signum`.
+    `signum` is the first signal that came. An exception is raised only in `interruptible` code,
+    which holds no lock and has nothing to save; other code looks at `signum`.
     """
 
     def __init__(self) -> None:

@@ -53,8 +53,8 @@ class Summary:
         if self.rows_this_run:
             rate = f", {self.tokens_per_second:,.0f} tokens/s" if self.tokens_per_second else ""
             found.append(
-                f"this run: {self.rows_this_run:,} rows, {self.generated_tokens:,} generated tokens in "
-                f"{self.engine_seconds:.1f} s{rate}, {self.preemptions:,} preemptions"
+                f"this run: {self.rows_this_run:,} rows, {self.generated_tokens:,} generated "
+                f"tokens in {self.engine_seconds:.1f} s{rate}, {self.preemptions:,} preemptions"
             )
         if self.reason:
             found.append(self.reason)
@@ -105,6 +105,32 @@ def make_summary(
         effective=dict(effective),
         settings=dict(settings),
     )
+
+
+def stopped_early(output: Path, tally: Tally, signum: int) -> Summary:
+    """A signal came before the loop: this run did nothing."""
+    return make_summary(
+        output=output,
+        exit_code=ExitCode(128 + signum),
+        num_rows=None,
+        tally=tally,
+        stats=EngineStats(),
+        engine_s=0.0,
+        wall_s=0.0,
+        rows_this_run=0,
+        duplicates=0,
+        reason="stopped by a signal before the first row",
+        effective={},
+        settings={},
+    )
+
+
+def read_summary(output: Path) -> Summary | None:
+    """The summary of the last run in `output`, None when there is none that can be read."""
+    try:
+        return Summary(**json.loads(summary_path(output).read_bytes()))
+    except (OSError, ValueError, TypeError):
+        return None
 
 
 def write_summary(store: Store, summary: Summary) -> None:

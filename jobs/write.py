@@ -57,8 +57,8 @@ class Carried:
             batch = self._rest if self._rest is not None else next(self._batches, None)
             if batch is None:
                 raise JobError(
-                    f"the input ends after row {start + count - wanted} on its second reading and had "
-                    f"more rows before; it was changed while the job ran: use --fresh"
+                    f"the input ends after {start + count - wanted} rows on its second reading "
+                    f"and had more before; it was changed while the job ran: use --fresh"
                 )
             head = batch.slice(0, wanted)
             self._rest = batch.slice(wanted) if batch.num_rows > wanted else None
@@ -70,14 +70,13 @@ class Carried:
 
 @dataclass(kw_only=True)
 class Writer:
-    """Publishes parts. `published` holds what was found on the disk, one flag each: there or lost."""
+    """Publishes parts, in order, one after the other."""
 
     store: Store
     ledger: Ledger
     journal: Journal
     form: PartFormat
     carried: Carried
-    check_input: Callable[[], None]  # raises when the input is no longer what was read first
     parts: list[Part] = field(default_factory=list)  # there and sound, by number
     _holes: list[Part] = field(default_factory=list)  # were there, are lost
 
@@ -198,7 +197,6 @@ class Writer:
         return tally
 
     def _publish(self, part: Part, tally: Tally) -> None:
-        self.check_input()
         part = Part(number=part.number, start=part.start, stop=part.stop, tally=tally)
         self.ledger.add(part)
         self.store.publish(part.name, self.store.root / part.name)

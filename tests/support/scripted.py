@@ -1,4 +1,4 @@
-"""An engine and a text side without a model: answers are a pure function of a prompt's token ids."""
+"""An engine and a text side without a model: an answer is a function of its prompt's ids."""
 
 import heapq
 import os
@@ -44,7 +44,7 @@ def answer_ids(prompt_ids: np.ndarray) -> np.ndarray:
 
 
 class ScriptedEngine:
-    """Holds up to `max_running` prompts and finishes them out of order; each step takes `delay_s`."""
+    """Holds up to `max_running` prompts, finishes them out of order, one every `delay_s`."""
 
     def __init__(
         self,
@@ -126,6 +126,9 @@ class ScriptedText:
         self.model_files: Mapping[str, str] = {"config.json": "scripted"}
         self._poison = poison
 
+    columns = ("text",)
+    effective: Mapping[str, Any] = {}
+
     def prompts(self, rows: Sequence[Row]) -> Sequence[Prompt | str]:
         return [self._prompt(row) for row in rows]
 
@@ -170,7 +173,9 @@ class ScriptedTable:
     def scan(self, mode: str) -> ScriptedScan:
         return ScriptedScan(pq.read_metadata(self._path).num_rows if self._knows_rows else None)
 
-    def rows(self, start: int, limit: int | None) -> Iterator[list[Row]]:
+    def rows(
+        self, start: int, limit: int | None, columns: Sequence[str] | None
+    ) -> Iterator[list[Row]]:
         from batchmla.errors import JobError
 
         for batch, first in self._batches(start):
@@ -205,7 +210,8 @@ class ScriptedTable:
 
     def fingerprint(self) -> Any:
         stat = os.stat(self._path)
-        return {"name": self._path.name, "size": stat.st_size, "mtime": stat.st_mtime_ns}
+        entry = {"name": self._path.name, "size_bytes": stat.st_size, "digest": stat.st_mtime_ns}
+        return {"files": [entry]}
 
 
 def write_rows(path: Path, texts: Sequence[str]) -> Path:

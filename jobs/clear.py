@@ -1,0 +1,26 @@
+"""What --fresh deletes: files that a manifest of ours names, and nothing else."""
+
+from batchmla.jobs.ledger import Ledger
+from batchmla.jobs.manifest import manifest_path
+from batchmla.jobs.progress import progress_path
+from batchmla.jobs.segments import list_segments
+from batchmla.jobs.store import Store
+from batchmla.jobs.summary import summary_path
+
+
+def clear_output(store: Store) -> None:
+    """Empties an output folder of ours; without a manifest in it, nothing is touched.
+
+    The manifest goes last, so that a clearing cut short can be done again.
+    """
+    manifest = manifest_path(store.root)
+    if not manifest.exists():
+        return
+    ledger = Ledger(store)
+    store.remove(store.root / "_SUCCESS")
+    for part in ledger.read():
+        store.remove(store.root / part.name)
+    for segment in list_segments(store.own / "segments"):
+        store.remove(segment.path)
+    for path in (ledger.path, summary_path(store.root), progress_path(store.root), manifest):
+        store.remove(path)

@@ -1,0 +1,162 @@
+"""The neighbours of a run on this machine: local files, a model folder, an engine in-process."""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from batchmla.core import Completion, Prompt
+from batchmla.engine.config import EngineConfig
+from batchmla.engine.engine import load_engine, plan_engine, read_config
+from batchmla.engine.hardware import detect
+from batchmla.errors import DeviceError
+from batchmla.jobs.manifest import model_fingerprint
+from batchmla.jobs.options import engine_options
+from batchmla.jobs.prompt import PromptMaker
+from batchmla.jobs.read import InputTable, open_input
+from batchmla.jobs.row import Row
+from batchmla.jobs.rowtext import Answer
+from batchmla.jobs.sampling import read_generation_config, resolve_sampling
+from batchmla.jobs.seams import LoadedEngine, Seams, Table
+from batchmla.jobs.spec import JobSpec
+from batchmla.jobs.store import Store
+from batchmla.text.chat import ChatTemplate
+from batchmla.text.formats.registry import choose_format
+from batchmla.text.reasoning import Reasoner
+from batchmla.text.tokenizer import Tokenizer
+from batchmla.weights.folder import find_model
+
+
+class LocalText:
+    """The text side of a model folder: a `RowText`."""
+
+    def __init__(
+        self, spec: JobSpec, folder: Path, columns: Sequence[str], limit_tokens: int | None
+    ) -> None:
+        """`columns`: the input's; `limit_tokens`: what prompt and completion may hold together."""
+        self.tokenizer = Tokenizer.load(folder)
+        reasoning, prompt = spec.reasoning, spec.prompt
+        chosen = choose_format(
+            reasoning.parser, self.tokenizer, start=reasoning.start, end=reasoning.end
+        )
+        self.reasoner = Reasoner(self.tokenizer, chosen)
+        chat = None
+        if prompt.raw is None:
+            chat = ChatTemplate.load(
+                folder, self.tokenizer, thinking=reasoning.thinking, override=prompt.chat_template
+            )
+        self.sampling = resolve_sampling(
+            spec.sampling,
+            read_generation_config(folder),
+            eos_ids=_eos_ids(self.tokenizer, read_config(folder)),
+            vocab_limit=len(self.tokenizer),
+        )
+        self.maker = PromptMaker(
+            spec,
+            tokenizer=self.tokenizer,
+            chat=chat,
+            sampling=self.sampling,
+            reasoner=self.reasoner,
+            columns=columns,
+            limit_tokens=limit_tokens,
+        )
+        self._folder = folder
+        template = "" if chat is None else chat.source
+        parts = (template, chosen.name, chosen.start or "", chosen.end or "")
+        self.prompt_hash = hashlib.blake2b("\0".join(parts).encode(), digest_size=8).hexdigest()
+
+    @property
+    def columns(self) -> Sequence[str]:
+        return self.maker.columns
+
+    @property
+    def effective(self) -> Mapping[str, Any]:
+        """Sampling values in force, each with its source, and the reasoning format."""
+        sampling = {
+            f"sampling.{name}": {"value": each.value, "source": each.source}
+            for name, each in self.sampling.sources.items()
+        }
+        return {**sampling, "reasoning.parser": self.reasoner.format.name}
+
+    @cached_property
+    def model_files(self) -> Mapping[str, str]:
+        return model_fingerprint(self._folder)
+
+    def prompts(self, rows: Sequence[Row]) -> Sequence[Prompt | str]:
+        return self.maker.prompts(rows)
+
+    def answer(self, prompt: Prompt, completion: Completion) -> Answer:
+        budget = prompt.params.budget
+        is_open = self.reasoner.is_open(prompt.token_ids) if budget is None else budget.is_open
+        forced_ids = () if budget is None else budget.forced_ids
+        found = self.reasoner.split(completion, is_open=is_open, forced_ids=forced_ids)
+        return Answer(
+            reasoning=found.reasoning,
+            content=found.content,
+            finish_reason=str(completion.finish_reason),
+            reasoning_state=str(found.state),
+            reasoning_tokens=found.reasoning_tokens,
+            content_tokens=found.content_tokens,
+            lossy=found.is_lossy,
+        )
+
+
+def plan_local_engine(spec: JobSpec, folder: Path) -> EngineConfig:
+    """What the engine of this job will be on this machine, fitting or not."""
+    hardware = detect(spec.model.device)
+    return plan_engine(read_config(folder), engine_options(spec, folder), hardware)
+
+
+def local_text(spec: JobSpec, table: Table) -> LocalText:
+    """The text side of a job; refuses columns that the input lacks."""
+    assert isinstance(table, InputTable), "the local text side reads local input"
+    folder = find_model(spec.model.path, spec.model.revision)
+    limit_tokens = plan_local_engine(spec, folder).max_model_len
+    text = LocalText(spec, folder, table.columns, limit_tokens)
+    table.require(text.columns, "prompt")
+    return text
+
+
+def local_engine(spec: JobSpec) -> LoadedEngine:
+    """The engine in this process; a `DeviceError` before weights are read if it does not fit."""
+    folder = find_model(spec.model.path, spec.model.revision)
+    config = plan_local_engine(spec, folder)
+    if config.misfit is not None:
+        raise DeviceError(config.misfit)
+    vocab_limit = len(Tokenizer.load(folder))
+    engine = load_engine(engine_options(spec, folder), vocab_limit=vocab_limit)
+    return LoadedEngine(engine=engine, effective=describe_engine(config))
+
+
+def describe_engine(config: EngineConfig) -> dict[str, Any]:
+    """What every `auto` became, for the summary."""
+    return {
+        "model.device": config.device,
+        "backend": config.backend,
+        "model.dtype": config.dtype,
+        "model.kv_cache_dtype": config.kv_dtype,
+        "model.max_model_len": config.max_model_len,
+        "engine.max_num_seqs": config.max_num_seqs,
+        "engine.max_batched_tokens": config.max_batched_tokens,
+        "engine.block_size": config.layout.page_tokens,
+        "kv_capacity_tokens": config.kv_capacity_tokens,
+        "kv_pool_bytes": config.kv_pool_bytes,
+        "notes": list(config.notes),
+    }
+
+
+def local_seams() -> Seams:
+    return Seams(
+        store=Store,
+        table=lambda spec: open_input(spec.input, malformed=spec.errors.malformed),
+        text=local_text,
+        engine=local_engine,
+    )
+
+
+def _eos_ids(tokenizer: Tokenizer, config: Mapping[str, Any]) -> set[int]:
+    """What the tokenizer and config.json name as end of text."""
+    named = config.get("eos_token_id")
+    listed = named if isinstance(named, list) else [named]
+    return {each for each in (tokenizer.eos_id, *listed) if isinstance(each, int)}
