@@ -2,7 +2,6 @@
 
 import hashlib
 import importlib.metadata
-import itertools
 import json
 import platform
 import secrets
@@ -46,7 +45,7 @@ class Manifest:
     job: Mapping[str, Mapping[str, Any]]
     versions: Mapping[str, str]
     model: Mapping[str, str]  # file → hash
-    input: Any  # the reader's fingerprint
+    input: Mapping[str, str]  # file → place, size and digest
     columns: Sequence[str]  # of the output: name and type
     prompt: str  # hash of templates, markers and tool definitions
     num_rows: int | None = None  # once the input has been read to its end
@@ -68,7 +67,7 @@ def make_manifest(
     sources: Mapping[str, str],
     *,
     model: Mapping[str, str],
-    input_fingerprint: Any,
+    input_fingerprint: Mapping[str, str],
     prompt: str,
     columns: pa.Schema,
 ) -> Manifest:
@@ -83,7 +82,7 @@ def make_manifest(
         job=plain(job),
         versions=versions(),
         model=dict(model),
-        input=plain(input_fingerprint),
+        input=dict(input_fingerprint),
         columns=[f"{field.name}: {field.type}" for field in columns],
         prompt=prompt,
     )
@@ -140,21 +139,15 @@ def differences(old: Manifest, new: Manifest) -> list[str]:
     return found + _input_changes(old.input, new.input)
 
 
-def _input_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """Changed files. Files added after the old ones are none: indices stay as they were."""
-    before, after = old["files"], new["files"]
-    found = []
-    for was, now in itertools.zip_longest(before, after[: len(before)]):
-        if now is None:
-            found.append(f"input file {was['name']}: gone")
-        elif was["name"] != now["name"]:
-            found.append(f"input files in order: {was['name']} → {now['name']}")
-        elif was != now:
-            sizes = f"{was['size_bytes']:,} → {now['size_bytes']:,} bytes"
-            found.append(f"contents of input file {was['name']}: {sizes}")
-    return found[:_LISTED_FILES] + [f"and {len(found) - _LISTED_FILES} more files"] * (
-        len(found) > _LISTED_FILES
-    )
+def _input_changes(old: Mapping[str, str], new: Mapping[str, str]) -> list[str]:
+    """Changed files. Files added after the old ones are none: rows keep their indices."""
+    found = [
+        f"input file {name}: {was} → {new.get(name, 'gone')}"
+        for name, was in old.items()
+        if new.get(name) != was
+    ]
+    more = [f"and {len(found) - _LISTED_FILES} more input files"]
+    return found[:_LISTED_FILES] + (more if len(found) > _LISTED_FILES else [])
 
 
 def settle(

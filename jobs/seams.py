@@ -43,8 +43,8 @@ class Table(Protocol):
         """The carried columns from row `start` on."""
         ...
 
-    def fingerprint(self) -> Mapping[str, Any]:
-        """JSON values; `files` lists each file's name, size_bytes and digest, in order."""
+    def fingerprint(self) -> Mapping[str, str]:
+        """File name → its place among the files, size and digest, as text."""
         ...
 
 
