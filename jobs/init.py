@@ -1,4 +1,4 @@
-"""Ready-made job files: listed with one line each, written where the user asks, never over a file."""
+"""Ready-made job files: listed with one line each, written where asked, never over a file."""
 
 from importlib.resources import files
 from pathlib import Path
