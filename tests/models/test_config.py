@@ -1,0 +1,136 @@
+"""What a config.json must say, what it may say two ways, and what is refused by name."""
+
+from typing import Any
+
+import pytest
+import torch
+from published import DEEPSEEK_R1
+from tiny import LLAMA3, TINY, make_oracle
+
+from batchmla import kernels
+from batchmla.errors import JobError
+from batchmla.layers.rope import RopeKind
+from batchmla.models import get_family
+from batchmla.models.load import count_model, load_model
+from batchmla.parallel import Par
+from batchmla.placement import Placement
+
+
+def raw_of(name: str, **changes: Any) -> dict[str, Any]:
+    architecture, fields = TINY[name]
+    return {"architectures": [architecture], **fields, **changes}
+
+
+def read(raw: dict[str, Any]) -> Any:
+    return get_family(raw).Config.from_hf(raw)
+
+
+def test_unknown_architecture_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(JobError, match=r"GPT2LMHeadModel.*LlamaForCausalLM.*DeepseekV3ForCausalLM"):
+        get_family({"architectures": ["GPT2LMHeadModel"]})
+    with pytest.raises(JobError, match="names no architectures"):
+        get_family({})
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("llama", {"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+        ("llama", {"attention_bias": True}, "attention_bias True"),
+        ("llama", {"mlp_bias": True}, "mlp_bias True"),
+        ("llama", {"hidden_size": 66}, "hidden_size 66"),
+        ("llama", {"num_key_value_heads": 3}, "num_key_value_heads 3"),
+        ("llama", {"vocab_size": "256"}, "vocab_size must be a positive integer"),
+        ("llama", {"intermediate_size": None}, "intermediate_size must be a positive integer"),
+        ("llama", {"rope_parameters": {"rope_type": "longrope"}}, "rope type 'longrope'"),
+        ("llama", {"rope_parameters": {"rope_type": "llama3"}}, "low_freq_factor"),
+        ("llama", {"dtype": "float8"}, "dtype 'float8'"),
+        ("llama", {"quantization_config": {}}, "quant_method"),
+        ("v3", {"attention_bias": True}, "attention_bias True"),
+        ("v3", {"rope_interleave": False}, "rope_interleave False"),
+        ("v3", {"scoring_func": "softmax"}, "scoring_func 'softmax'"),
+        ("v3", {"topk_method": "greedy"}, "topk_method 'greedy'"),
+        ("v3", {"n_group": 3}, "n_group 3"),
+        ("v3", {"num_experts_per_tok": 9}, "num_experts_per_tok 9"),
+        ("v3", {"moe_layer_freq": 2}, "moe_layer_freq 2"),
+    ],
+)
+def test_what_cannot_be_computed_is_refused_by_name(
+    name: str, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(JobError, match=message):
+        read(raw_of(name, **changes))
+
+
+def test_old_and_new_rope_fields_mean_the_same() -> None:
+    new = raw_of("llama")
+    old = raw_of("llama", rope_theta=LLAMA3["rope_theta"])
+    del old["rope_parameters"]
+    old["rope_scaling"] = {k: v for k, v in LLAMA3.items() if k != "rope_theta"}
+    older = old | {"rope_scaling": old["rope_scaling"] | {"type": "llama3"}}
+    del older["rope_scaling"]["rope_type"]
+    assert read(new) == read(old) == read(older)
+    assert read(new).rope.kind is RopeKind.LLAMA3
+    assert read(raw_of("llama", torch_dtype="bfloat16")).dtype == "bfloat16"
+    assert read(raw_of("llama", dtype="float16")).dtype == "float16"
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_rope_frequencies_equal_the_oracle(name: str) -> None:
+    config = read(raw_of(name))
+    rotary = make_oracle(name).model.rotary_emb
+    torch.testing.assert_close(config.rope.frequencies(), rotary.inv_freq, rtol=1e-6, atol=0)
+    assert config.rope.multiplier == rotary.attention_scaling
+
+
+def test_yarn_without_mscale_scales_cos_and_sin_as_the_oracle() -> None:
+    yarn = {k: v for k, v in TINY["v3"][1]["rope_parameters"].items() if "mscale" not in k}
+    config = read(raw_of("v3", rope_parameters=yarn))
+    oracle = make_oracle("v3", rope_parameters=yarn)
+    assert config.rope.multiplier == pytest.approx(oracle.model.rotary_emb.attention_scaling)
+    assert config.attention.scale == pytest.approx(oracle.model.layers[0].self_attn.scaling)
+
+
+def test_r1_needs_only_its_config() -> None:
+    config, family = read(DEEPSEEK_R1), get_family(DEEPSEEK_R1)
+    layout = family.layout(config, "bfloat16", Placement(), 64)
+    assert layout.token_bytes == 70_272
+    assert layout.bytes_for(32_768) == 2_302_672_896
+    assert config.attention.scale == pytest.approx(0.1352338, abs=1e-7)
+    assert config.quantization == "fp8"
+    count = count_model(DEEPSEEK_R1, Placement(), kernels.load("reference"), torch.bfloat16)
+    assert count.total == 671_026_419_200
+    assert 37e9 < count.active < 38e9
+    router_bytes = 58 * 256 * 7169 * 2  # held in float32
+    assert count.weights_bytes == 2 * count.total + router_bytes
+
+
+def test_r1_ranks_add_up() -> None:
+    ops = kernels.load("reference")
+    whole = count_model(DEEPSEEK_R1, Placement(), ops, torch.bfloat16)
+    eighth = count_model(DEEPSEEK_R1, Placement(tensor=8), ops, torch.bfloat16)
+    assert whole.total / 8 < eighth.total < whole.total / 7.8
+
+
+def test_quantised_weights_are_refused_when_loading(tmp_path: Any) -> None:
+    for load_format in ("safetensors", "dummy"):
+        with pytest.raises(JobError, match="quantised .*fp8"):
+            load_model(
+                tmp_path, DEEPSEEK_R1, Placement(), Par.single(), kernels.load("reference"),
+                torch.bfloat16, torch.device("cpu"), load_format,
+            )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_count_equals_the_oracle(name: str) -> None:
+    oracle = make_oracle(name)
+    count = count_model(raw_of(name), Placement(), kernels.load("reference"), torch.float32)
+    biases = sum(value.numel() for key, value in oracle.named_buffers() if "bias" in key)
+    assert count.total == sum(value.numel() for value in oracle.parameters()) + biases
+    assert count.weights_bytes == 4 * count.total
+
+
+def test_heads_that_do_not_divide_are_refused() -> None:
+    raw = raw_of("llama", num_key_value_heads=1)
+    with pytest.raises(JobError, match=r"1 .*model\.parallel\.tensor = 2"):
+        count_model(raw, Placement(tensor=2), kernels.load("reference"), torch.float32)

@@ -1,0 +1,64 @@
+"""Runs tiny models on several gloo ranks, each a spawned process that meets the others in a file."""
+
+import json
+import multiprocessing
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from steps import Row, run_chunks
+
+from batchmla import kernels
+from batchmla.kv.cache import make_cache
+from batchmla.models import get_family
+from batchmla.models.load import load_model
+from batchmla.parallel import Par
+from batchmla.placement import Placement
+
+PAGE_TOKENS = 16
+
+
+def logits_on_ranks(
+    folders: Sequence[Path], prompts: Sequence[list[int]], scratch: Path, num_ranks: int
+) -> list[list[list[torch.Tensor]]]:
+    """Per rank, per folder, per prompt: float32 [T, V]."""
+    context = multiprocessing.get_context("spawn")
+    processes = [
+        context.Process(
+            target=_run_rank, args=(rank, num_ranks, list(folders), list(prompts), scratch)
+        )
+        for rank in range(num_ranks)
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(60)
+        if process.is_alive():
+            process.kill()
+    assert [process.exitcode for process in processes] == [0] * num_ranks
+    return [torch.load(scratch / f"rank{rank}.pt") for rank in range(num_ranks)]
+
+
+def _run_rank(
+    rank: int, num_ranks: int, folders: list[Path], prompts: list[list[int]], scratch: Path
+) -> None:
+    torch.set_num_threads(1)
+    placement = Placement(tensor=num_ranks, rank=rank)
+    par = Par.connect(placement, scratch / "store", timeout_s=50)
+    results = []
+    for folder in folders:
+        raw = json.loads((folder / "config.json").read_text())
+        family = get_family(raw)
+        device = torch.device("cpu")
+        model = load_model(folder, raw, placement, par, kernels.load("cpu"), torch.float32, device)
+        layout = family.layout(family.Config.from_hf(raw), "float32", placement, PAGE_TOKENS)
+        rows, first = [], 0
+        for ids in prompts:
+            num_pages = layout.pages_for(len(ids))
+            rows.append(Row(ids, list(range(first, first + num_pages))))
+            first += num_pages
+        run_chunks(model, make_cache(layout, first, device), rows, 13, PAGE_TOKENS)
+        results.append([torch.cat(row.logits) for row in rows])
+    assert par.broadcast({"from": rank}) == {"from": 0}
+    torch.save(results, scratch / f"rank{rank}.pt")
+    par.close()
