@@ -18,7 +18,7 @@ def masked_softmax(scores: Tensor, bias: Tensor, scale: float) -> Tensor:
 def softmax_gradient(
     probabilities: Tensor, gradient: Tensor, out: Tensor, gradient_out: Tensor, scale: float
 ) -> Tensor:
-    """Give the scores' gradient [G, Q, K] from that of the probabilities and the outputs [G, Q, E]."""
+    """Give the gradient of scores [G, Q, K] from that of probabilities and of outputs [G, Q, E]."""
     mean = (out.float() * gradient_out.float()).sum(-1, keepdim=True)
     return (probabilities.float() * (gradient.float() - mean) * scale).to(gradient.dtype)
 

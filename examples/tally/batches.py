@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from examples.tally.documents import MAX_ITEMS, training_documents
+from examples.tally.documents import MAX_ITEMS, Document, training_documents
 from examples.tally.tokens import SampleEncoder
 
 POOL_DOCUMENTS = 768
@@ -25,14 +25,14 @@ class Batch:
 
 
 def make_sample(
-    encoder: SampleEncoder, document: object, rng: random.Random
+    encoder: SampleEncoder, document: Document, rng: random.Random
 ) -> tuple[list[int], int]:
     """Give the ids of a sample and the index of the first that counts.
 
     A share of the samples has its reasoning cut anywhere: only the answer counts there.
     """
-    prompt = encoder.prompt(document.text)  # type: ignore[attr-defined]
-    reasoning, answer = encoder.completion(document)  # type: ignore[arg-type]
+    prompt = encoder.prompt(document.text)
+    reasoning, answer = encoder.completion(document)
     if rng.random() < CUT_SHARE:
         reasoning = reasoning[: rng.randrange(len(reasoning))]
         return [*prompt, *reasoning, *answer], len(prompt) + len(reasoning) + 1
@@ -54,19 +54,22 @@ def make_batch(samples: list[tuple[list[int], int]], pad: int) -> Batch:
 def pool_batches(
     encoder: SampleEncoder, seed: int, pool: int, batch_tokens: int, max_items: int = MAX_ITEMS
 ) -> list[Batch]:
-    """Give the batches of one pool of documents, in a shuffled order."""
+    """Give the batches of one pool of documents, in a shuffled order; a last small one is left out.
+
+    The compiled parts of the model hold for batches of more than 4,096 tokens.
+    """
     rng = random.Random(f"tally-pool-{seed}-{pool}")
     documents = itertools.islice(
         training_documents(seed * 1_000_000 + pool, max_items), POOL_DOCUMENTS
     )
-    samples = sorted((make_sample(encoder, d, rng) for d in documents), key=lambda s: len(s[0]))
+    samples = [make_sample(encoder, document, rng) for document in documents]
+    samples.sort(key=lambda sample: -len(sample[0]))
     batches, group = [], []
     for sample in samples:
-        if group and (len(group) + 1) * len(sample[0]) > batch_tokens:
+        if group and (len(group) + 1) * len(group[0][0]) > batch_tokens:
             batches.append(make_batch(group, encoder.pad))
             group = []
         group.append(sample)
-    batches.append(make_batch(group, encoder.pad))
     rng.shuffle(batches)
     return batches
 

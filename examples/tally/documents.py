@@ -1,16 +1,16 @@
 """Purchase documents with the reasoning and the answer a model should give; pure Python, seeded.
 
-Reasoning, one line per item with running total T (five digits of cents) and unit price (four digits),
-digits from low to high, every carry written:
+Reasoning has a line for each item, digits from low to high, every carry written:
 
     1:3*04.50 3*0=00+0+0=00 3*5=15+0+0=15 3*4=12+0+1=13 3*0=00+0+1=01 0+0=0
 
-Each step is `quantity*digit=product+total digit+carry=new carry and new total digit`. A discount line
-subtracts with borrows (`10+total digit-digit-borrow`, leading 1: no borrow), and `=013.50` closes.
+A step is `quantity*digit=product+digit of the total+carry=new carry and digit of the total`; the
+last one adds the carry to the total's fifth digit. A discount line subtracts with borrows in steps
+`10+digit of the total-digit-borrow` (a leading 1 means no borrow), and `=013.50` closes.
 """
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from examples.tally import wording
@@ -19,6 +19,9 @@ from examples.tally.wording import draw_word, is_reserved, price_key, sum_key
 MAX_TOTAL_CENTS = 99_999
 MAX_ITEMS = 6
 ITEM_COUNT_WEIGHTS = (15, 22, 25, 18, 12, 8)
+
+DrawWord = Callable[[bool], str]
+"""Draws a word, an English noun if told so."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,17 +65,15 @@ def make_document(rng: random.Random, heldout: bool, max_items: int = MAX_ITEMS)
     """Draw one document from one side of the split."""
     words: list[str] = []
 
-    def draw(nouns: bool = False) -> str:
+    def draw(nouns: bool) -> str:
         words.append(draw_word(rng, heldout, nouns))
         return words[-1]
 
     num_items = rng.choices(range(1, max_items + 1), ITEM_COUNT_WEIGHTS[:max_items])[0]
     items, discount_cents = draw_numbers(rng, heldout, num_items)
     named = tuple(
-        Item(
-            name=fill(rng.choice(wording.ITEM_FORMS), draw, rng), quantity=quantity, price_cents=price
-        )
-        for quantity, price in items
+        Item(name=fill(rng.choice(wording.ITEM_FORMS), draw, rng), quantity=q, price_cents=p)
+        for q, p in items
     )
     vendor = fill(rng.choice(wording.VENDOR_FORMS), draw, rng, capitalise=True)
     choice = draw_wording(rng, heldout, discount_cents > 0)
@@ -167,12 +168,12 @@ def draw_wording(rng: random.Random, heldout: bool, has_discount: bool) -> Wordi
             return choice
 
 
-def fill(form: str, draw, rng: random.Random, capitalise: bool = False) -> str:  # type: ignore[no-untyped-def]
+def fill(form: str, draw: DrawWord, rng: random.Random, capitalise: bool = False) -> str:
     """Fill a name form: `w`, `v` are invented words, `n`, `m` nouns."""
     result = form
     for letter in "wvnm":
         while "{" + letter + "}" in result:
-            word = draw(nouns=letter in "nm")
+            word = draw(letter in "nm")
             is_title = capitalise or (letter in "wv" and rng.random() < 0.5)
             word = word.capitalize() if is_title else word
             result = result.replace("{" + letter + "}", word, 1)
@@ -184,13 +185,13 @@ def money(cents: int) -> str:
     return f"{cents // 100}.{cents % 100:02d}"
 
 
-def write_text(  # type: ignore[no-untyped-def]
+def write_text(
     rng: random.Random,
     choice: Wording,
     vendor: str,
     items: tuple[Item, ...],
     discount_cents: int,
-    draw,
+    draw: DrawWord,
 ) -> str:
     """Write the document in the chosen wording."""
 
@@ -200,7 +201,7 @@ def write_text(  # type: ignore[no-untyped-def]
                 number = rng.randint(10 ** (digits - 1), 10**digits - 1)
                 form = form.replace("{n" + str(digits) + "}", str(number), 1)
         if "{who}" in form:
-            form = form.replace("{who}", draw().capitalize())
+            form = form.replace("{who}", draw(False).capitalize())
         return form.replace("{money}", money(rng.randint(10, 199) * 50))
 
     line = wording.ITEM_LINES[choice.line]
@@ -234,9 +235,7 @@ def write_reasoning(items: list[tuple[int, int]], discount_cents: int) -> tuple[
             digit = price // 10**place % 10
             product = quantity * digit
             value = product + total[place] + carry
-            steps.append(
-                f"{quantity}*{digit}={product:02d}+{total[place]}+{carry}={value:02d}"
-            )
+            steps.append(f"{quantity}*{digit}={product:02d}+{total[place]}+{carry}={value:02d}")
             carry, total[place] = divmod(value, 10)
         steps.append(f"{total[4]}+{carry}={total[4] + carry}")
         total[4] += carry

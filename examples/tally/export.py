@@ -134,6 +134,7 @@ def export(model: Tally, tokenizer: Tokenizer, folder: Path) -> None:
         dtype = torch.float32 if name.endswith("correction_bias") else torch.bfloat16
         tensors[name] = tensor.detach().to(dtype).contiguous().clone()
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "model.safetensors").chmod(0o644)
     config = hf_config(model.config, tokenizer)
     generation = {
         "do_sample": False,

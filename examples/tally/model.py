@@ -1,14 +1,15 @@
-"""The model in plain torch, written for training: DeepSeek-V3 blocks, all experts computed at once.
+"""The model in plain torch, for training: DeepSeek-V3 blocks, all experts computed at once.
 
-Shape letters: B sequences, S positions, N = B*S, M model width, H heads, D = nope + rope, E experts,
-F expert width, V vocabulary. Routed experts multiply their hidden values by the (mostly zero) routing
-weight, so a mixture layer is two large matrix products; the result is the same as picking experts.
+Shape letters: B sequences, S positions, M model width, H heads, D = nope + rope, E experts, F their
+width. Routed experts multiply their hidden values by the (mostly zero) routing weight, so a mixture
+layer is a few large matrix products; the result is the same as that of picking experts.
 """
 
 import math
 from dataclasses import asdict, dataclass
 
 import torch
+import torch.fx.experimental._config
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -109,7 +110,7 @@ class Attention(nn.Module):
         self.scale = softmax_scale(c)
 
     def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Give q, k [B, H, S, D] and v [B, H, S, value] of x [B, S, M]; cos, sin [B or 1, S, rope]."""
+        """Give q, k [B, H, S, D] and v [B, H, S, value] of x [B, S, M]."""
         c, (b, s, _) = self.config, x.shape
         q = self.q_b(rms_norm(self.q_a(x), self.q_norm, c.eps))
         q = q.view(b, s, c.heads, c.nope + c.rope)
@@ -121,7 +122,6 @@ class Attention(nn.Module):
         k_rope = rotate(latent[..., c.kv_rank :].unsqueeze(2), cos, sin)
         k = torch.cat([kv[..., : c.nope], k_rope.expand(b, s, c.heads, c.rope)], dim=-1)
         return q.transpose(1, 2), k.transpose(1, 2), kv[..., c.nope :].transpose(1, 2)
-
 
 
 class Dense(nn.Module):
@@ -172,7 +172,6 @@ class Mixture(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Give the output [B, S, M] and the routing weights [B, S, E]."""
-        c = self.config
         weights = self.route(x)
         gate = F.linear(x, self.gate.flatten(0, 1).to(x.dtype))
         up = F.linear(x, self.up.flatten(0, 1).to(x.dtype))
@@ -228,7 +227,9 @@ class Draft(nn.Module):
 
     def forward(self, state: Tensor, next_ids: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Give the normed state [B, S, M] whose logits predict the token after `next_ids`."""
-        embedded = rms_norm(F.embedding(next_ids, self.embed).to(state.dtype), self.embed_norm, self.eps)
+        embedded = rms_norm(
+            F.embedding(next_ids, self.embed).to(state.dtype), self.embed_norm, self.eps
+        )
         state = rms_norm(state, self.state_norm, self.eps)
         x, _ = self.block(self.merge(torch.cat([embedded, state], dim=-1)), cos, sin)
         return rms_norm(x, self.norm, self.eps)
@@ -267,6 +268,8 @@ class Tally(nn.Module):
 
 def compile_model(model: Tally) -> None:
     """Compile the parts between the attention products, for any batch shape."""
+    torch.fx.experimental._config.use_duck_shape = False  # equal sizes are chance here
+    torch._dynamo.config.recompile_limit = 64
     Kernels.compile()
     for block in [*model.blocks, model.draft.block]:
         assert isinstance(block, Block)

@@ -26,7 +26,8 @@ class Muon:
 
     def __init__(self, model: nn.Module, matrix_rate: float, other_rate: float) -> None:
         named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
-        is_matrix = {n: p.dim() >= 2 and not n.endswith(("embed", "head", "router.weight")) for n, p in named}
+        apart = ("embed", "head", "router.weight")
+        is_matrix = {n: p.dim() >= 2 and not n.endswith(apart) for n, p in named}
         self.matrices = [p for n, p in named if is_matrix[n]]
         self.momenta = [torch.zeros_like(p) for p in self.matrices]
         self.matrix_rate, self.other_rate = matrix_rate, other_rate

@@ -1,6 +1,6 @@
 """The tokenizer of the model: byte-level BPE with single digits and DeepSeek's control tokens.
 
-Written as `tokenizer.json`, `tokenizer_config.json` and `chat_template.jinja`; encodes training samples.
+Writes `tokenizer.json`, `tokenizer_config.json` and `chat_template.jinja`; encodes samples.
 """
 
 import itertools

@@ -1,8 +1,8 @@
 """The words and phrases of the purchase documents, and which of them training may use.
 
-A name, a wording combination or a number pair is *reserved* when a checksum of it falls in one class.
-The training generator draws again until nothing is reserved; the held-out generator draws again until
-everything is. The two sets are therefore disjoint by construction, not by sampling.
+A word of a name, a wording combination or a number pair is *reserved* when a checksum of it falls
+in one class. The training generator draws again until nothing is reserved; the held-out generator
+draws again until everything is. The two are therefore disjoint by construction, not by sampling.
 """
 
 import random
@@ -11,23 +11,28 @@ import zlib
 RESERVED_SHARE = 5
 """One value in this many is reserved for held-out documents."""
 
-ONSETS = (
-    "b br ch d dr f fl g gl gr h j k kl l m n p pl pr qu r s sh sk sl sp st t th tr v w y z".split()
-)
-VOWELS = "a e i o u ai ea ee ie oa oo ou".split()
-CODAS = ["", "", "", *"b ck d g l ll m mp n nd ng nt p r rk s sk st t x".split()]
-NOUNS = (
-    "apron bag basket battery bean belt bench bicycle binder blanket bolt book bottle bowl box bracket "
-    "bread broom brush bucket bulb butter button cable cake candle carpet chair charger cheese chisel "
-    "clamp clock cloth coat coffee comb cookie cup curtain cushion desk drill envelope eraser fan file "
-    "filter flour folder fork frame funnel garlic glove glue hammer hat helmet hinge honey hook hose ink "
-    "jacket jam jar juice kettle keyboard knife label ladder lamp lemon lid lock map marker mat milk "
-    "mirror monitor mop mouse mug nail napkin needle notebook oil onion oven paint pan paper pasta "
-    "pencil pepper pillow pipe plate pliers plug poster pot printer pump rack radio rake razor rice "
-    "ring rope rug ruler sack salt saw scale scarf screw seed shelf shirt shoe shovel sieve soap sock "
-    "sofa spade sponge spoon stamp stapler stool string sugar switch table tape tea tent tile towel "
-    "tray umbrella valve vase wallet washer whisk wire wrench yarn"
-).split()
+ONSET_TEXT = """
+b br ch d dr f fl g gl gr h j k kl l m n p pl pr qu r s sh sk sl sp st t th tr v w y z
+"""
+VOWEL_TEXT = "a e i o u ai ea ee ie oa oo ou"
+CODA_TEXT = "b ck d g l ll m mp n nd ng nt p r rk s sk st t x"
+ONSETS = tuple(ONSET_TEXT.split())
+VOWELS = tuple(VOWEL_TEXT.split())
+CODAS = ("", "", "", *CODA_TEXT.split())
+NOUN_TEXT = """
+apron bag basket battery bean belt bench bicycle binder blanket bolt book bottle bowl box
+bracket bread broom brush bucket bulb butter button cable cake candle carpet chair charger
+cheese chisel clamp clock cloth coat coffee comb cookie cup curtain cushion desk drill
+envelope eraser fan file filter flour folder fork frame funnel garlic glove glue hammer hat
+helmet hinge honey hook hose ink jacket jam jar juice kettle keyboard knife label ladder lamp
+lemon lid lock map marker mat milk mirror monitor mop mouse mug nail napkin needle notebook
+oil onion oven paint pan paper pasta pencil pepper pillow pipe plate pliers plug poster pot
+printer pump rack radio rake razor rice ring rope rug ruler sack salt saw scale scarf screw
+seed shelf shirt shoe shovel sieve soap sock sofa spade sponge spoon stamp stapler stool
+string sugar switch table tape tea tent tile towel tray umbrella valve vase wallet washer
+whisk wire wrench yarn
+"""
+NOUNS = tuple(NOUN_TEXT.split())
 VENDOR_FORMS = (
     "{w}",
     "{w} Market",
