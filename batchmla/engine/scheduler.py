@@ -281,7 +281,7 @@ class Scheduler:
         pages = self.group.pages
         forecast = Forecast(
             self.group.running,
-            self.lengths,
+            self.lengths.expected_tokens,
             used_pages=pages.used_pages,
             page_tokens=pages.page_tokens,
         )
@@ -296,7 +296,7 @@ class Scheduler:
                     self._is_full = True
                     return
                 queue.remove(sequence)
-                self._enter(sequence, hits)
+                self._enter(sequence, hits, forecast.growth_pages(sequence))
                 left -= self._cut(sequence, left, chunks)
 
     def _fits(self, sequence: Sequence, hits: list[int], forecast: Forecast) -> bool:
@@ -311,10 +311,9 @@ class Scheduler:
         forecast.add(sequence, new_pages, reused_idle)
         return True
 
-    def _enter(self, sequence: Sequence, hits: list[int]) -> None:
+    def _enter(self, sequence: Sequence, hits: list[int], room_pages: int) -> None:
         is_first = sequence.cached_tokens is None
-        growth = self.lengths.remaining(sequence, self.group.pages.page_tokens)
-        self.group.admit(sequence, hits, -(-growth // self.group.pages.page_tokens))
+        self.group.admit(sequence, hits, room_pages)
         if is_first:
             self.admitted_prompt_tokens += sequence.prompt_tokens
             self.admitted_cached_tokens += sequence.cached_tokens or 0

@@ -2,70 +2,10 @@
 
 import numpy as np
 import pytest
-import torch
-from fakes import FakeModel, ListSource, fake_layout, greedy_ids, make_prompt
+from fakes import greedy_ids, make_prompt
+from watched import WatchedEngine, run
 
-from batchmla.core import Completion, FinishReason, Prompt, SamplingParams
-from batchmla.engine.engine import EngineCore
-from batchmla.engine.scheduler import Limits
-from batchmla.kernels.cpu.sample import sample
-from batchmla.kv.step import Step
-
-
-class WatchedEngine(EngineCore):
-    """Checks the pool before every forward pass and after every step."""
-
-    def __init__(self, *, num_pages: int, page_tokens: int = 4, **limits: object) -> None:
-        self.model = FakeModel(on_step=self.before_step)
-        super().__init__(
-            self.model,
-            fake_layout(page_tokens),
-            num_pages=num_pages,
-            limits=Limits(**limits),
-            sample=sample,
-            vocab_limit=97,
-            device=torch.device("cpu"),
-        )
-        self.max_step_tokens = 0
-
-    def before_step(self, step: Step) -> None:
-        self.check_pool()
-        self.max_step_tokens = max(self.max_step_tokens, len(step.tokens_T))
-        assert len(step.tokens_T) <= self._scheduler.limits.max_batched_tokens
-        slots = step.slots_T.tolist()
-        assert len(set(slots)) == len(slots), "two tokens in one slot"
-        for page in {slot // step.page_tokens for slot in slots}:
-            assert self._pages.refs[page] == 1, f"page {page} is written while shared"
-            assert not self._pages.is_published(page), f"page {page} is written while findable"
-
-    def check_pool(self) -> None:
-        pages = self._pages
-        running = self._scheduler.group.running
-        held = np.bincount(
-            np.concatenate([s.pages.view for s in running] or [np.empty(0, np.int64)]),
-            minlength=pages.num_pages,
-        )
-        assert pages.refs == held.tolist(), "references differ from what the sequences hold"
-        idle = list(pages._idle)
-        blank = np.flatnonzero(pages._is_blank_P).tolist()
-        assert pages._num_blank == len(blank)
-        in_use = np.flatnonzero(held).tolist()
-        assert sorted(idle + blank + in_use) == list(range(pages.num_pages)), "a page is lost"
-        for name, page in pages._page_of.items():
-            assert pages._hash_of[page] == name
-        assert all(pages.is_published(page) for page in idle)
-        assert not any(pages.is_published(page) for page in blank)
-        ages = [s.arrival for s in running]
-        assert ages == sorted(ages) and len(ages) <= self._scheduler.limits.max_num_seqs
-
-
-def run(engine: EngineCore, prompts: list[Prompt]) -> dict[int, Completion]:
-    found: dict[int, Completion] = {}
-    for completion in engine.generate(ListSource(prompts)):
-        assert completion.index not in found
-        found[completion.index] = completion
-    assert sorted(found) == [prompt.index for prompt in prompts]
-    return found
+from batchmla.core import FinishReason, Prompt, SamplingParams
 
 
 def random_prompts(rng: np.random.Generator, count: int, longest: int) -> list[Prompt]:
@@ -80,7 +20,7 @@ def random_prompts(rng: np.random.Generator, count: int, longest: int) -> list[P
     return prompts
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("prefix_caching", [True, False])
 def test_random_load_keeps_every_page_and_ends_every_sequence(
     seed: int, prefix_caching: bool
@@ -98,7 +38,7 @@ def test_random_load_keeps_every_page_and_ends_every_sequence(
         prefix_caching=prefix_caching,
         share_generated=bool(rng.integers(2)),
     )
-    prompts = random_prompts(rng, 40, 40)
+    prompts = random_prompts(rng, 24, 40)
     for prompt, completion in zip(prompts, run(engine, prompts).values(), strict=False):
         assert completion.error is None, (prompt.index, completion.error)
     found = run(engine, prompts)  # again, with a warm prefix cache
@@ -112,3 +52,102 @@ def test_random_load_keeps_every_page_and_ends_every_sequence(
     assert stats.used_pages == 0 and stats.running == 0 and stats.waiting == 0
     assert stats.generated_tokens == 2 * sum(p.params.max_tokens or 0 for p in prompts)
     assert (stats.cached_tokens > 0) == prefix_caching
+
+
+def test_packed_prompts_of_one_prefix_compute_it_once() -> None:
+    prefix = list(range(40))
+    prompts = [make_prompt(index, [*prefix, index, 90]) for index in range(8)]
+    engine = WatchedEngine(num_pages=200, max_model_len=80, max_num_seqs=8, max_batched_tokens=200)
+    found = run(engine, prompts)
+    assert [found[index].cached_tokens for index in range(8)] == [0] + [40] * 7
+    stats = engine.stats()
+    assert stats.prompt_tokens == 8 * 42 and stats.cached_tokens == 7 * 40
+    assert stats.computed_tokens == 42 + 7 * 2 + 8 * 7
+
+
+def test_admission_by_expected_length_makes_preemption_rare() -> None:
+    """Twenty sequences that grow to 3 pages each in a pool for four of them."""
+    params = SamplingParams(temperature=0.0, max_tokens=40)
+    known = [make_prompt(i, [i, 2, 3, 4], params, expected_tokens=40) for i in range(20)]
+    unknown = [make_prompt(i, [i, 2, 3, 4], params, expected_tokens=1) for i in range(20)]
+    preemptions = []
+    for prompts in (known, unknown):
+        engine = WatchedEngine(
+            num_pages=12, page_tokens=16, max_model_len=64, max_num_seqs=20, max_batched_tokens=64
+        )
+        run(engine, prompts)
+        preemptions.append(engine.stats().preemptions)
+    assert preemptions[0] == 0 < preemptions[1]
+
+
+def test_lengths_are_learned_from_finished_sequences() -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=400, stop_ids=frozenset(range(0, 97, 9)))
+    engine = WatchedEngine(num_pages=60, max_model_len=240, max_num_seqs=8, max_batched_tokens=64)
+    estimator = engine._scheduler.lengths
+    assert estimator.expected_tokens == 240
+    found = run(engine, [make_prompt(index, [index, 3], params) for index in range(90)])
+    lengths = [len(completion.token_ids) for completion in found.values()]
+    spread = np.mean(np.abs(lengths - np.mean(lengths)))
+    assert estimator.expected_tokens == pytest.approx(np.mean(lengths) + spread, abs=6)
+    run(engine, [make_prompt(index, [index, 5]) for index in range(200)])  # 8 tokens each
+    assert estimator.expected_tokens < 20
+
+
+def test_one_sequence_alone_runs_to_the_end_of_the_context() -> None:
+    engine = WatchedEngine(num_pages=20, max_model_len=80, max_num_seqs=4, max_batched_tokens=7)
+    params = SamplingParams(temperature=0.0)
+    prompts = [make_prompt(i, [i] * 9, params, expected_tokens=1) for i in range(4)]
+    found = run(engine, prompts)
+    for prompt in prompts:
+        completion = found[prompt.index]
+        assert completion.finish_reason is FinishReason.LENGTH
+        assert completion.token_ids.tolist() == greedy_ids(prompt.token_ids, 71)
+    assert engine.stats().preemptions > 0
+
+
+def test_decodes_come_before_prompt_chunks_and_chunks_fill_the_budget() -> None:
+    engine = WatchedEngine(num_pages=99, max_model_len=90, max_num_seqs=4, max_batched_tokens=10)
+    scheduler = engine._scheduler
+    for index, length in enumerate((4, 25, 3)):
+        assert scheduler.add(make_prompt(index, [index + 1] * length)) is None
+    shapes = []
+    for _ in range(4):
+        chunks = scheduler.schedule()
+        shapes.append([(c.sequence.prompt.index, c.start, c.count, c.samples) for c in chunks])
+        scheduler.computed(chunks)
+        for chunk in chunks:
+            if chunk.samples:
+                chunk.sequence.push(7, is_forced=False)
+    assert shapes == [
+        [(0, 0, 4, True), (1, 0, 6, False)],
+        [(0, 4, 1, True), (1, 6, 9, False)],
+        [(0, 5, 1, True), (1, 15, 9, False)],
+        [(0, 6, 1, True), (1, 24, 1, True), (2, 0, 3, True)],
+    ]
+
+
+def test_youngest_is_preempted_and_comes_back_before_newer_prompts() -> None:
+    engine = WatchedEngine(
+        num_pages=6, page_tokens=4, max_model_len=24, max_num_seqs=3, max_batched_tokens=64
+    )
+    scheduler = engine._scheduler
+    params = SamplingParams(temperature=0.0, max_tokens=20)
+    for index in range(3):
+        scheduler.add(make_prompt(index, [index + 1] * 4, params, expected_tokens=1))
+    running = []
+    for _ in range(9):
+        chunks = scheduler.schedule()
+        scheduler.computed(chunks)
+        for chunk in chunks:
+            if chunk.samples:
+                chunk.sequence.push(7, is_forced=False)
+        running.append([s.prompt.index for s in scheduler.group.running])
+        engine.check_pool()
+    assert running[0] == [0, 1, 2] and running[4] == [0, 1, 2]
+    assert running[5] == [0, 1] and running[-1] == [0, 1]  # 2 gave its pages to the older ones
+    scheduler.add(make_prompt(3, [9], params))
+    for sequence in list(scheduler.group.running):
+        scheduler.finish(sequence)
+    (first, *_) = scheduler.schedule()
+    assert first.sequence.prompt.index == 2
+    assert first.sequence.num_generated == 5, "generated tokens are kept"
