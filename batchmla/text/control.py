@@ -6,7 +6,7 @@ vocabularies add such) are plain text and not treated here.
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -50,15 +50,10 @@ class ControlStrings:
         self.tokens = tuple(sorted(kept, key=lambda token: token.token_id))
         self._by_content = {token.content: token for token in kept}
         # Matched on the raw text before those that are matched on the normalised text.
-        self._stages = tuple(
-            _alternatives(stage)
-            for stage in (
-                [token.content for token in kept if not token.normalized],
-                [token.content for token in kept if token.normalized],
-            )
-            if stage
-        )
-        self._any = _alternatives([token.content for token in kept]) if kept else None
+        raw = [token.content for token in kept if not token.normalized]
+        normalized = [token.content for token in kept if token.normalized]
+        self._stages = tuple(_Finder(stage) for stage in (raw, normalized) if stage)
+        self._any = _Finder(self._by_content) if kept else None
         self._longest = max((len(token.content) for token in kept), default=0)
 
     def matches(self, text: str) -> list[Match]:
@@ -72,12 +67,11 @@ class ControlStrings:
                 gaps = _gaps(found, len(text))
         return found
 
-    def _search(self, stage: re.Pattern[str], text: str, start: int, end: int) -> list[Match]:
+    def _search(self, stage: "_Finder", text: str, start: int, end: int) -> list[Match]:
         found: list[Match] = []
         at = start
-        for hit in stage.finditer(text, start, end):
-            token = self._by_content[hit.group()]
-            a, b = hit.span()
+        for a, b in stage.find(text, start, end):
+            token = self._by_content[text[a:b]]
             if token.single_word and (_is_word(text, a - 1) or _is_word(text, b)):
                 continue
             while token.lstrip and a > at and _is_space(text[a - 1]):
@@ -103,7 +97,7 @@ class ControlStrings:
         """Where row text holds a control string, or a piece that its neighbours could complete."""
         if self._any is None or not text:
             return []
-        spans = [hit.span() for hit in self._any.finditer(text)]
+        spans = list(self._any.find(text, 0, len(text)))
         prefixes, suffixes, joined = self._pieces
         size = len(text)
         if size < self._longest and text in joined:
@@ -125,9 +119,35 @@ class ControlStrings:
         return prefixes, suffixes, "\0".join(contents)
 
 
-def _alternatives(contents: list[str]) -> re.Pattern[str]:
-    longest_first = sorted(set(contents), key=lambda text: (-len(text), text))
-    return re.compile("|".join(map(re.escape, longest_first)))
+class _Finder:
+    """Finds any of many strings. Their first two characters are a regex, the rest is a look-up:
+    one regex of a thousand alternatives takes half a second to compile.
+    """
+
+    def __init__(self, contents: Iterable[str]) -> None:
+        self._contents = frozenset(contents)
+        lengths: dict[str, set[int]] = {}
+        for content in self._contents:
+            lengths.setdefault(content[:2], set()).add(len(content))
+        # A one-character string also starts wherever a longer one with that character does.
+        for prefix in lengths:
+            if len(prefix) == 2 and prefix[0] in lengths:
+                lengths[prefix].add(1)
+        self._lengths = {prefix: sorted(sizes, reverse=True) for prefix, sizes in lengths.items()}
+        self._starts = re.compile("|".join(map(re.escape, sorted(lengths, key=len, reverse=True))))
+
+    def find(self, text: str, start: int, end: int) -> Iterator[Span]:
+        """Leftmost, then longest; none overlap."""
+        hit = self._starts.search(text, start, end)
+        while hit is not None:
+            at = hit.start()
+            after = at + 1
+            for size in self._lengths[hit.group()]:
+                if at + size <= end and text[at : at + size] in self._contents:
+                    after = at + size
+                    yield at, after
+                    break
+            hit = self._starts.search(text, after, end)
 
 
 def _is_word(text: str, at: int) -> bool:

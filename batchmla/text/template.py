@@ -8,8 +8,10 @@ construction and is used instead.
 """
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import datetime
+from functools import wraps
+from itertools import islice
 from typing import Any, NoReturn
 
 import jinja2
@@ -18,6 +20,7 @@ from jinja2.compiler import CodeGenerator, Frame
 from jinja2.ext import Extension, loopcontrols
 from jinja2.filters import make_attrgetter
 from jinja2.parser import Parser
+from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from batchmla.text.control import ControlStrings
@@ -64,10 +67,21 @@ class _Generation(Extension):
 
 
 class TemplateEnvironment(ImmutableSandboxedEnvironment):
-    """The environment that chat templates expect, with marks kept across `~` and blocks."""
+    """The environment that chat templates expect. Text that a filter, a call or `%` makes of row
+    text without keeping its marks is row text from end to end.
+    """
 
     code_generator_class = _Generator
     concat = staticmethod(TrackedText.concat)
+    intercepted_binops = frozenset(["%"])
+
+    def call(self, context: Context, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
+        made = super().call(context, obj, *args, **kwargs)
+        taken = (getattr(obj, "__self__", None), args, kwargs)
+        return _remarked(made, taken, getattr(obj, "__name__", "call"))
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        return _remarked(super().call_binop(context, operator, left, right), (left, right), "%")
 
 
 def chat_environment() -> TemplateEnvironment:
@@ -103,10 +117,33 @@ def _finalize(value: Any) -> Any:
 def _furnished(environment: TemplateEnvironment) -> TemplateEnvironment:
     environment.filters["tojson"] = _tojson
     environment.filters["join"] = _join
+    for name, plain in environment.filters.items():
+        environment.filters[name] = _remarking(name, plain)
     environment.tests["none"] = lambda value: value is None or isinstance(value, NullValue)
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now
     return environment
+
+
+def _remarking(name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
+    """A filter whose text remembers that it was made of row text."""
+
+    @wraps(plain)
+    def filter_(*args: Any, **kwargs: Any) -> Any:
+        return _remarked(plain(*args, **kwargs), (args, kwargs), name)
+
+    return filter_
+
+
+def _remarked(made: Any, taken: Any, operation: str) -> Any:
+    if not isinstance(made, str) or isinstance(made, TrackedText):
+        return made
+    row_text = next(_leaves(taken, TrackedText), None)
+    if row_text is None:
+        return made
+    if row_text.watch is not None:
+        row_text.watch.append(operation)
+    return TrackedText.of(MarkedText.of_row(str.__str__(made)), row_text.watch)
 
 
 def _tojson(
@@ -116,9 +153,6 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    for leaf in _leaves(value, TrackedText):
-        if leaf.watch is not None:
-            leaf.watch.append("tojson")
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
@@ -217,20 +251,20 @@ class MarkedTemplate:
 
     def _run_with_stand_ins(self, values: Mapping[str, Any], dangers: set[str]) -> MarkedText:
         taken = set(self.source).union(*(leaf.text for leaf in _leaves(values, MarkedText)))
-        free = [chr(code) for part in _PRIVATE_USE for code in part if chr(code) not in taken]
+        codes = (chr(code) for part in _PRIVATE_USE for code in part if chr(code) not in taken)
+        free = list(islice(codes, len(dangers)))
         if len(free) < len(dangers):
             raise TemplateFault(f"it holds {len(dangers)} different control strings, too many")
-        stand_ins = dict(zip(sorted(dangers, key=len, reverse=True), free, strict=False))
-        hidden = _hidden(values, self._control, stand_ins)
-        text = self._run(hidden).text
+        stand_ins = dict(zip(sorted(dangers), free, strict=True))
+        marked = self._run(_hidden(values, self._control, stand_ins))
         originals = {stand_in: danger for danger, stand_in in stand_ins.items()}
         parts: list[MarkedText | str] = []
         at = 0
-        for here, character in enumerate(text):
+        for here, character in enumerate(marked.text):
             if character in originals:
-                parts += [text[at:here], MarkedText.of_row(originals[character])]
+                parts += [marked.cut(at, here), MarkedText.of_row(originals[character])]
                 at = here + 1
-        return MarkedText.join([*parts, text[at:]])
+        return MarkedText.join([*parts, marked.cut(at, len(marked.text))])
 
 
 def _leaves(value: Any, kind: type[Any]) -> Iterator[Any]:
@@ -256,17 +290,20 @@ def _replaced(value: Any, watch: Watch | None) -> Any:
 
 
 def _hidden(value: Any, control: ControlStrings, stand_ins: Mapping[str, str]) -> Any:
-    """`value` as plain data with each dangerous piece of row text replaced by its stand-in."""
+    """`value` with each dangerous piece of row text replaced by its stand-in."""
     if isinstance(value, MarkedText):
-        parts: list[str] = []
+        parts: list[MarkedText | str] = []
         for start, end, is_row in value.runs():
             run = value.text[start:end]
+            if not is_row:
+                parts.append(run)
+                continue
             at = 0
-            for a, b in control.dangers(run) if is_row else ():
-                parts += [run[at:a], stand_ins[run[a:b]]]
+            for a, b in control.dangers(run):
+                parts += [MarkedText.of_row(run[at:a]), MarkedText.of_row(stand_ins[run[a:b]])]
                 at = b
-            parts.append(run[at:])
-        return "".join(parts)
+            parts.append(MarkedText.of_row(run[at:]))
+        return TrackedText.of(MarkedText.join(parts))
     if isinstance(value, Mapping):
         return {key: _hidden(item, control, stand_ins) for key, item in value.items()}
     if isinstance(value, list | tuple):
