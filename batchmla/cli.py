@@ -96,7 +96,8 @@ def plan(
 ) -> None:
     """Memory, capacity, prompts and predicted time of a job, without weights or GPU."""
     with reported(debug):
-        from batchmla.jobs.plan import plan_job, print_plan
+        from batchmla.jobs.plan import plan_job
+        from batchmla.jobs.plan_view import print_plan
         from batchmla.jobs.spec import load_spec
 
         made = plan_job(load_spec(job, overrides or []), hardware)

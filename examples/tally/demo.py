@@ -25,7 +25,7 @@ ANSWERS = FOLDER / "out" / "answers"
 def run(*words: str) -> None:
     """One command, shown and run at the project's root; its failure is ours."""
     print("$", *words, flush=True)
-    done = subprocess.run([sys.executable, "-P", *words], cwd=ROOT, check=False)
+    done = subprocess.run([sys.executable, *words], cwd=ROOT, check=False)
     if done.returncode:
         sys.exit(done.returncode)
 
@@ -53,7 +53,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
     data = ("--out", str(DOCUMENTS), "--rows", str(options.rows), "--seed", str(options.seed))
-    run(str(FOLDER / "make_data.py"), *data)
+    run("-m", "examples.tally.make_data", *data)
     job = str(FOLDER / "job.yaml")
     run("-m", "batchmla", "plan", job)
     run("-m", "batchmla", "run", job, "--fresh")
