@@ -242,6 +242,14 @@ def test_another_model_is_refused_by_name(key: str, value: str) -> None:
         make_model.read_metadata(reader(KNOWN | {key: value}))
 
 
+def test_a_tensor_of_no_known_name_is_refused() -> None:
+    make_model = smollm2.script("make_model")
+    assert make_model.hf_name("blk.7.attn_k.weight") == "model.layers.7.self_attn.k_proj.weight"
+    for name in ("blk.7.attn_k.bias", "blk.x.attn_k.weight", "rope_freqs.weight"):
+        with pytest.raises(make_model.ConversionError, match=regex.escape(name)):
+            make_model.hf_name(name)
+
+
 def test_the_data_file_has_the_wanted_rows_whatever_the_hash_seed(
     tmp_path: Path, functions: list[Any]
 ) -> None:
