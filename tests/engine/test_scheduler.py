@@ -20,7 +20,7 @@ def random_prompts(rng: np.random.Generator, count: int, longest: int) -> list[P
     return prompts
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("prefix_caching", [True, False])
 def test_random_load_keeps_every_page_and_ends_every_sequence(
     seed: int, prefix_caching: bool
@@ -38,7 +38,7 @@ def test_random_load_keeps_every_page_and_ends_every_sequence(
         prefix_caching=prefix_caching,
         share_generated=bool(rng.integers(2)),
     )
-    prompts = random_prompts(rng, 24, 40)
+    prompts = random_prompts(rng, 18, 40)
     for prompt, completion in zip(prompts, run(engine, prompts).values(), strict=False):
         assert completion.error is None, (prompt.index, completion.error)
     found = run(engine, prompts)  # again, with a warm prefix cache
