@@ -8,6 +8,7 @@ import logging
 import secrets
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -42,6 +43,15 @@ def tally_of(table: pa.Table, is_counted: npt.NDArray[np.bool_] | None = None) -
     return Tally(rows=table.num_rows, failed=failed, **sums)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pace:
+    """When what has gathered becomes a segment: whichever comes first."""
+
+    rows: int = 1000
+    num_bytes: int = 16 << 20
+    wait_s: float = 3.0
+
+
 class Journal:
     """Finished rows of one job. Used by one thread; `done` may be read by others."""
 
@@ -51,9 +61,7 @@ class Journal:
         *,
         job: str,
         token_ids: bool,
-        flush_rows: int = 1000,
-        flush_bytes: int = 16 << 20,
-        flush_s: float = 3.0,
+        pace: Pace,
     ) -> None:
         self.done = DoneRows()
         self.tally = Tally()
@@ -64,7 +72,7 @@ class Journal:
         self._store = store
         self._job = job
         self._token_ids = token_ids
-        self._limits = (flush_rows, flush_bytes, flush_s)
+        self._pace = pace
         self._segments: list[Segment] = []
         self._last_round = 0
         self._run = secrets.token_hex(4)
@@ -118,11 +126,10 @@ class Journal:
 
     def is_due(self) -> bool:
         """Whether enough has gathered, or has waited long enough, for a segment."""
-        max_rows, max_bytes, max_s = self._limits
         return bool(self._rows) and (
-            len(self._rows) >= max_rows
-            or self._rows_bytes >= max_bytes
-            or time.monotonic() - self._oldest_s >= max_s
+            len(self._rows) >= self._pace.rows
+            or self._rows_bytes >= self._pace.num_bytes
+            or time.monotonic() - self._oldest_s >= self._pace.wait_s
         )
 
     def flush(self) -> None:

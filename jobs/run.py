@@ -17,7 +17,6 @@ from batchmla.jobs.clear import clear_output
 from batchmla.jobs.journal import Journal
 from batchmla.jobs.lease import Lease
 from batchmla.jobs.ledger import Ledger, Part
-from batchmla.jobs.local import local_seams
 from batchmla.jobs.loop import Loop
 from batchmla.jobs.manifest import (
     Manifest,
@@ -70,7 +69,10 @@ def run_job(
     wishes = Wishes(
         limit=limit, fresh=fresh, retry_failed=retry_failed, accept_changes=accept_changes
     )
-    seams = seams or local_seams()
+    if seams is None:
+        from batchmla.jobs.local import local_seams  # late: it brings torch
+
+        seams = local_seams()
     output = Path(loaded.spec.output.path)
     store = seams.store(output)
     with Signals() as signals:
@@ -166,7 +168,10 @@ class _Run:
     def _prepare(self, found: Sequence[tuple[Part, bool]]) -> None:
         """Finds out what is done."""
         self.journal = Journal(
-            self.store, job=self.manifest.job_id, token_ids=self.spec.output.token_ids
+            self.store,
+            job=self.manifest.job_id,
+            token_ids=self.spec.output.token_ids,
+            pace=self.seams.pace,
         )
         self.writer = Writer(
             store=self.store,

@@ -1,13 +1,14 @@
 """What the pipeline needs from its neighbours, each replaceable: input, text, engine, disk."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import pyarrow as pa
 
 from batchmla.core import Engine
+from batchmla.jobs.journal import Pace
 from batchmla.jobs.row import Row
 from batchmla.jobs.rowtext import RowText
 from batchmla.jobs.spec import JobSpec
@@ -64,3 +65,4 @@ class Seams:
     table: Callable[[JobSpec], Table]
     text: Callable[[JobSpec, Table], RowText]
     engine: Callable[[JobSpec], LoadedEngine]
+    pace: Pace = field(default_factory=Pace)  # of the journal

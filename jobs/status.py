@@ -4,6 +4,7 @@ import json
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -148,7 +149,7 @@ def _finished(output: Path, job_id: str) -> tuple[Tally, int]:
     return tally, num_parts
 
 
-def _heartbeat(output: Path) -> dict[str, float]:
+def _heartbeat(output: Path) -> dict[str, Any]:
     try:
         beat = json.loads(progress_path(output).read_bytes())
         return beat if isinstance(beat, dict) else {}

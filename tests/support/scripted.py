@@ -22,6 +22,7 @@ from batchmla.core import (
     PromptSource,
     SamplingParams,
 )
+from batchmla.jobs.journal import Pace
 from batchmla.jobs.row import Row
 from batchmla.jobs.rowtext import Answer
 from batchmla.jobs.run import run_job
@@ -52,11 +53,13 @@ class ScriptedEngine:
         max_running: int = 64,
         delay_s: float = 0.0,
         fail_after: int | None = None,
+        error: Exception | None = None,
         on_completion: Callable[[int], None] | None = None,
     ) -> None:
         self._max_running = max_running
         self._delay_s = delay_s
         self._fail_after = fail_after
+        self._error = error or RuntimeError("the scripted engine broke")
         self._on_completion = on_completion
         self._running: list[tuple[int, int, Prompt]] = []
         self.num_done = 0
@@ -85,7 +88,7 @@ class ScriptedEngine:
 
     def _complete(self, prompt: Prompt) -> Completion:
         if self._fail_after is not None and self.num_done >= self._fail_after:
-            raise RuntimeError("the scripted engine broke")
+            raise self._error
         self.num_done += 1
         if self._on_completion is not None:
             self._on_completion(self.num_done)
@@ -174,7 +177,7 @@ class ScriptedTable:
         return ScriptedScan(pq.read_metadata(self._path).num_rows if self._knows_rows else None)
 
     def rows(
-        self, start: int, limit: int | None, columns: Sequence[str] | None
+        self, start: int, limit: int | None, columns: Sequence[str] | None = None
     ) -> Iterator[list[Row]]:
         from batchmla.errors import JobError
 
@@ -184,6 +187,7 @@ class ScriptedTable:
             for offset, (name, text) in enumerate(zip(names, texts, strict=True)):
                 index = first + offset
                 if self._faulty is not None and index >= self._faulty:
+                    yield rows
                     raise JobError(f"{self._path} row {index}: malformed")
                 if limit is not None and index >= start + limit:
                     break
@@ -227,7 +231,7 @@ def sample_texts(count: int) -> list[str]:
     return [f"text {i * i % 977} of row {i}" + " and more" * (i % 5) for i in range(count)]
 
 
-def scripted_spec(source: Path, output: Path, **sections: Any) -> LoadedSpec:
+def scripted_spec(source: Path, output: Path, /, **sections: Any) -> LoadedSpec:
     """A job over `source`; keyword arguments are sections of the job file."""
     values: dict[str, Any] = {
         "model": {"path": "scripted"},
@@ -247,6 +251,7 @@ def scripted_seams(
     knows_rows: bool = True,
     faulty: int | None = None,
     store: Callable[[Path], Store] = Store,
+    pace: Pace | None = None,
 ) -> Seams:
     """`engine` None: a job that must not load one."""
 
@@ -261,6 +266,7 @@ def scripted_seams(
         ),
         text=lambda spec, table: text or ScriptedText(),
         engine=load,
+        pace=pace or Pace(),
     )
 
 

@@ -1,0 +1,454 @@
+"""A whole job with a scripted engine: what it writes, when it goes on or refuses, how it ends."""
+
+import json
+import os
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.dataset as ds
+import pyarrow.parquet as pq
+import pytest
+from scripted import (
+    ScriptedEngine,
+    ScriptedText,
+    run_scripted,
+    sample_texts,
+    scripted_seams,
+    scripted_spec,
+    write_rows,
+)
+
+from batchmla.errors import DeviceError, JobError, StorageError
+from batchmla.jobs.lease import Lease
+from batchmla.jobs.seams import LoadedEngine, Seams
+from batchmla.jobs.store import Store
+from batchmla.jobs.summary import read_summary
+
+OWN = [
+    "row_id", "reasoning", "content", "tool_calls", "finish_reason", "reasoning_state", "lossy",
+    "prompt_tokens", "cached_tokens", "reasoning_tokens", "content_tokens", "tool_error", "error",
+]  # fmt: skip
+
+
+class Job:
+    """One input, one output, and ways to run it."""
+
+    def __init__(self, folder: Path, texts: list[str]) -> None:
+        self.source = write_rows(folder / "in.parquet", texts)
+        self.output = folder / "out"
+        self.sections: dict[str, Any] = {}
+
+    def run(self, engine: ScriptedEngine | None = None, **wishes: Any) -> Any:
+        names = ("text", "knows_rows", "faulty", "store")
+        seam_wishes = {name: wishes.pop(name) for name in names if name in wishes}
+        loaded = scripted_spec(self.source, self.output, **self.sections)
+        return run_scripted(loaded, scripted_seams(engine, **seam_wishes), **wishes)
+
+    def rows(self) -> list[dict[str, Any]]:
+        return self.table().to_pylist()
+
+    def table(self) -> pa.Table:
+        return ds.dataset(self.output).to_table()
+
+    @property
+    def is_successful(self) -> bool:
+        return (self.output / "_SUCCESS").exists()
+
+    def parts(self) -> list[str]:
+        return sorted(path.name for path in self.output.glob("*.parquet"))
+
+    def segments(self) -> list[Path]:
+        return sorted((self.output / "_batchmla" / "segments").glob("*.seg"))
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Job:
+    return Job(tmp_path, sample_texts(350))
+
+
+def test_every_row_once_in_input_order_with_the_columns_of_the_contract(job: Job) -> None:
+    summary = job.run(ScriptedEngine())
+    assert summary.exit_code == 0 and job.is_successful
+    assert job.table().column_names == ["doc", "text", *OWN]
+    rows = job.rows()
+    assert [row["doc"] for row in rows] == [f"d{i}" for i in range(350)]
+    assert all(row["row_id"] == row["doc"] for row in rows)
+    assert job.parts() == [f"part-{n:05d}.parquet" for n in range(4)]
+    assert [pq.read_metadata(job.output / name).num_rows for name in job.parts()] == [100] * 3 + [
+        50
+    ]
+    assert not job.segments()
+    assert summary.done == summary.rows == 350 and summary.left == 0
+    generated = sum(row["reasoning_tokens"] + row["content_tokens"] + 1 for row in rows)
+    assert summary.generated_tokens == generated
+    assert summary.prompt_tokens == sum(row["prompt_tokens"] for row in rows)
+    assert read_summary(job.output) == summary
+
+
+def test_a_finished_job_is_left_alone(job: Job) -> None:
+    job.run(ScriptedEngine())
+    before = {path: path.stat().st_mtime_ns for path in job.output.glob("[p_]*.*")}
+    for wishes in ({}, {"limit": 10}, {"retry_failed": True}):
+        again = job.run(None, **wishes)
+        assert again.exit_code == 0 and again.done == 350 and again.rows_this_run == 0
+    assert {path: path.stat().st_mtime_ns for path in before} == before
+    assert read_summary(job.output).rows_this_run == 350
+
+
+def test_a_limit_shows_its_rows_and_the_next_run_goes_on(job: Job) -> None:
+    engine = ScriptedEngine()
+    first = job.run(engine, limit=30)
+    assert first.exit_code == 0 and first.left == 320 and not job.is_successful
+    assert sorted(engine.seen) == list(range(30))
+    assert len(job.rows()) == 30
+    engine = ScriptedEngine()
+    assert job.run(engine).exit_code == 0 and job.is_successful
+    assert sorted(engine.seen) == list(range(30, 350))
+    assert [row["doc"] for row in job.rows()] == [f"d{i}" for i in range(350)]
+
+
+@pytest.mark.parametrize("limit", [349, 350, 351])
+def test_a_limit_near_the_end_of_an_uncounted_input(job: Job, limit: int) -> None:
+    summary = job.run(ScriptedEngine(), limit=limit, knows_rows=False)
+    assert summary.exit_code == 0 and summary.done == min(limit, 350)
+    assert job.is_successful == (limit >= 350)
+
+
+def test_an_input_without_rows_gives_an_empty_part_and_loads_nothing(tmp_path: Path) -> None:
+    for knows_rows in (True, False):
+        folder = tmp_path / str(knows_rows)
+        folder.mkdir()
+        job = Job(folder, [])
+        assert job.run(None, knows_rows=knows_rows).exit_code == 0
+        assert job.is_successful and job.parts() == ["part-00000.parquet"]
+        assert job.table().num_rows == 0 and job.table().column_names[-1] == "error"
+        assert job.run(None, knows_rows=knows_rows).exit_code == 0
+
+
+def test_rows_that_fail_have_an_error_and_touch_no_other(tmp_path: Path) -> None:
+    texts = sample_texts(300)
+    job = Job(tmp_path, texts)
+    job.run(ScriptedEngine())
+    good = job.rows()
+    (tmp_path / "bad").mkdir()
+    texts[5], texts[200] = "bad", "poison"
+    bad = Job(tmp_path / "bad", texts)
+    summary = bad.run(ScriptedEngine())
+    assert summary.exit_code == 0 and summary.failed == 2 and bad.is_successful
+    rows = bad.rows()
+    assert [row for i, row in enumerate(rows) if i not in (5, 200)] == [
+        row for i, row in enumerate(good) if i not in (5, 200)
+    ]
+    for index, error in ((5, "column text is bad"), (200, "poison in the prompt")):
+        assert rows[index]["error"] == error and rows[index]["finish_reason"] == "error"
+        assert rows[index]["content"] is None and rows[index]["reasoning"] is None
+
+
+@pytest.mark.parametrize(("most", "exit_code"), [(3, 0), (2, 1), (0.02, 1), (0.04, 0)])
+def test_errors_max_decides_between_success_and_1(
+    tmp_path: Path, most: float, exit_code: int
+) -> None:
+    job = Job(tmp_path, ["bad"] * 3 + sample_texts(97))
+    job.sections = {"errors": {"max": most}}
+    summary = job.run(ScriptedEngine())
+    assert summary.exit_code == exit_code and job.is_successful == (exit_code == 0)
+    assert len(job.rows()) == 100
+    if exit_code:
+        assert "errors.max" in summary.reason
+        job.sections = {"errors": {"max": 3}}
+        assert job.run(None).exit_code == 0 and job.is_successful
+
+
+def test_stop_after_ends_a_job_whose_first_rows_all_fail(tmp_path: Path) -> None:
+    job = Job(tmp_path, ["poison"] * 400)
+    job.sections = {"errors": {"stop_after": 20}}
+    summary = job.run(ScriptedEngine(delay_s=0.001))
+    assert summary.exit_code == 1 and "poison in the prompt" in summary.reason
+    assert 20 <= summary.done < 400 and not job.is_successful
+    done = summary.done
+    job.sections = {"errors": {"stop_after": 1000}}
+    again = job.run(ScriptedEngine(), text=ScriptedText(poison="none"))
+    assert again.rows_this_run == 400 - done and again.done == 400
+
+
+def test_all_rows_failing_before_the_engine_load_no_model(tmp_path: Path) -> None:
+    job = Job(tmp_path, ["bad"] * 30)
+    assert job.run(None).exit_code == 1
+    assert [row["error"] for row in job.rows()] == ["column text is bad"] * 30
+
+
+def test_retry_failed_rewrites_the_rows_that_failed_and_no_other(tmp_path: Path) -> None:
+    texts = sample_texts(330)
+    for index in (3, 150, 151, 329):
+        texts[index] = "poison"
+    job = Job(tmp_path, texts)
+    job.sections = {"errors": {"max": 10}}
+    assert job.run(ScriptedEngine()).failed == 4
+    before, untouched = job.rows(), (job.output / "part-00002.parquet").stat().st_mtime_ns
+    engine = ScriptedEngine()
+    healed = ScriptedText(poison="not any more")
+    summary = job.run(engine, retry_failed=True, limit=300, text=healed)
+    assert sorted(engine.seen) == [3, 150, 151]
+    assert summary.exit_code == 0 and summary.failed == 1 and summary.done == 330
+    after = job.rows()
+    assert [i for i in range(330) if before[i] != after[i]] == [3, 150, 151]
+    assert all(after[i]["error"] is None and after[i]["content"] for i in (3, 150, 151))
+    assert (job.output / "part-00002.parquet").stat().st_mtime_ns == untouched
+    assert job.is_successful and not job.segments()
+    assert job.run(None).failed == 1
+
+
+def test_a_retry_cut_short_keeps_what_it_did(tmp_path: Path) -> None:
+    texts = sample_texts(300)
+    for index in range(0, 300, 10):
+        texts[index] = "poison"
+    job = Job(tmp_path, texts)
+    job.sections = {"errors": {"max": 100}}
+    job.run(ScriptedEngine())
+    healed = ScriptedText(poison="not any more")
+    with pytest.raises(RuntimeError):
+        job.run(ScriptedEngine(fail_after=12), retry_failed=True, text=healed)
+    assert not job.is_successful
+    summary = job.run(None, text=healed)
+    assert summary.exit_code == 0 and summary.failed == 30 - 12 and summary.done == 300
+    assert sum(row["error"] is not None for row in job.rows()) == 18
+    assert job.run(ScriptedEngine(), retry_failed=True, text=healed).failed == 0
+    assert all(row["error"] is None for row in job.rows())
+
+
+def test_a_changed_job_is_refused_with_the_difference_and_the_ways_out(job: Job) -> None:
+    job.run(ScriptedEngine(), limit=120)
+    job.sections = {"sampling": {"temperature": 0.25}, "model": {"memory_utilization": 0.5}}
+    with pytest.raises(JobError) as refusal:
+        job.run(None)
+    message = str(refusal.value)
+    assert "sampling.temperature: null → 0.25" in message and "memory" not in message
+    assert "--accept-changes" in message and "--fresh" in message
+    summary = job.run(ScriptedEngine(), accept_changes=True)
+    assert summary.exit_code == 0 and summary.rows_this_run == 230
+    manifest = json.loads((job.output / "_batchmla" / "manifest.json").read_text())
+    assert manifest["job"]["sampling.temperature"] == {"value": 0.25, "source": "file"}
+    assert manifest["earlier"][0]["job"]["sampling.temperature"]["value"] is None
+    assert job.run(None).exit_code == 0
+
+
+def test_another_prompt_or_input_is_refused_and_a_free_field_is_not(job: Job) -> None:
+    job.run(ScriptedEngine(), limit=120)
+    with pytest.raises(JobError, match="prompt"):
+        job.run(None, text=ScriptedText(prompt_hash="another"))
+    job.sections = {"errors": {"max": 7}, "engine": {"order": "input"}}
+    job.run(ScriptedEngine(), limit=200)
+    write_rows(job.source, sample_texts(360))
+    with pytest.raises(JobError, match=r"in\.parquet"):
+        job.run(None)
+
+
+def test_other_columns_are_refused_even_when_changes_are_accepted(job: Job) -> None:
+    job.run(ScriptedEngine(), limit=120)
+    job.sections = {"output": {"token_ids": True}}
+    with pytest.raises(JobError, match="token_ids"):
+        job.run(None, accept_changes=True)
+    assert job.run(ScriptedEngine(), fresh=True).exit_code == 0
+    row = job.rows()[7]
+    assert bytes(row["prompt_token_ids"]).decode() == row["text"]
+    assert len(row["token_ids"]) == row["reasoning_tokens"] + row["content_tokens"] + 1
+
+
+def test_fresh_deletes_what_is_ours_and_nothing_else(job: Job) -> None:
+    job.run(ScriptedEngine())
+    foreign = [job.output / "notes.txt", job.output / "_batchmla" / "segments" / "x.seg"]
+    for path in foreign:
+        path.write_text("mine")
+    engine = ScriptedEngine()
+    job.sections = {"output": {"rows_per_file": 200}}
+    assert job.run(engine, fresh=True).exit_code == 0
+    assert len(engine.seen) == 350 and job.parts() == ["part-00000.parquet", "part-00001.parquet"]
+    assert all(path.read_text() == "mine" for path in foreign)
+
+
+def test_a_part_of_somebody_else_is_refused(job: Job) -> None:
+    job.output.mkdir()
+    stranger = write_rows(job.output / "part-00000.parquet", ["x"])
+    for fresh in (False, True):
+        with pytest.raises(JobError, match="not written by this job"):
+            job.run(None, fresh=fresh)
+    assert stranger.exists()
+
+
+def test_a_lost_or_damaged_part_is_made_again_with_the_same_rows(job: Job) -> None:
+    job.run(ScriptedEngine())
+    before = job.rows()
+    (job.output / "part-00001.parquet").unlink()
+    (job.output / "part-00003.parquet").write_bytes(b"PAR1 and no more")
+    engine = ScriptedEngine()
+    assert job.run(engine).exit_code == 0
+    assert sorted(engine.seen) == [*range(100, 200), *range(300, 350)]
+    assert job.rows() == before
+
+
+def test_a_name_clash_names_the_prefix_as_the_way_out(tmp_path: Path) -> None:
+    job = Job(tmp_path, ["a"])
+    table = pq.read_table(job.source)
+    pq.write_table(table.append_column("content", pa.array(["mine"])), job.source)
+    with pytest.raises(JobError, match=r"'content'.*output\.prefix"):
+        job.run(None)
+    job.sections = {"output": {"prefix": "model_"}}
+    assert job.run(ScriptedEngine()).exit_code == 0
+    row = job.rows()[0]
+    assert row["content"] == "mine" and row["model_content"] and row["model_row_id"] == "d0"
+
+
+def test_a_second_run_is_refused_and_names_the_holder(job: Job) -> None:
+    Store(job.output).open()
+    with Lease(job.output), pytest.raises(JobError, match=f"in use .*pid {os.getpid()}"):
+        job.run(None)
+    assert job.run(ScriptedEngine()).exit_code == 0
+
+
+def test_the_lease_of_a_dead_process_is_taken_over(job: Job) -> None:
+    Store(job.output).open()
+    (job.output / "_batchmla" / "lease").write_text('{"host": "here", "pid": 1, "since": 0}')
+    assert job.run(ScriptedEngine()).exit_code == 0
+
+
+def test_a_malformed_row_found_late_keeps_the_rows_before_it(job: Job) -> None:
+    with pytest.raises(JobError, match="row 340: malformed"):
+        job.run(ScriptedEngine(delay_s=0.0005), faulty=340, knows_rows=False)
+    assert not job.is_successful
+    done = job.run(ScriptedEngine()).rows_this_run
+    assert done < 350 and len(job.rows()) == 350
+
+
+@pytest.mark.parametrize("error", [RuntimeError("broken"), DeviceError("lost")])
+def test_an_engine_that_breaks_leaves_finished_rows(job: Job, error: Exception) -> None:
+    engine = ScriptedEngine(fail_after=150, error=error)
+    with pytest.raises(type(error), match=str(error)):
+        job.run(engine)
+    assert engine.is_closed and not job.is_successful
+    assert job.run(ScriptedEngine()).rows_this_run == 200
+    assert len(job.rows()) == 350
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_saves_finished_rows_and_a_rerun_goes_on(job: Job, signum: int) -> None:
+    def interrupt(num_done: int) -> None:
+        if num_done == 130:
+            os.kill(os.getpid(), signum)
+
+    before = signal.getsignal(signum)
+    summary = job.run(ScriptedEngine(on_completion=interrupt))
+    assert summary.exit_code == 128 + signum and signal.getsignal(signum) is before
+    assert 129 <= summary.done <= 130 and not job.is_successful
+    again = job.run(ScriptedEngine())
+    assert again.rows_this_run == 350 - summary.done and len(job.rows()) == 350
+
+
+def test_a_signal_while_waiting_for_the_reader(job: Job) -> None:
+    class Stuck(ScriptedText):
+        def prompts(self, rows: Any) -> Any:
+            threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGTERM)).start()
+            threading.Event().wait(0.6)
+            return super().prompts(rows)
+
+    summary = job.run(None, text=Stuck())
+    assert summary.exit_code == 143 and summary.done == 0
+
+
+def test_a_full_disk_is_a_storage_error_and_resumable(job: Job) -> None:
+    class Full(Store):
+        def publish(self, name: str, target: Path) -> None:
+            if name == "part-00002.parquet":
+                (self.aside / name).unlink()  # as a write without space leaves it
+            super().publish(name, target)
+
+    with pytest.raises(StorageError, match=r"part-00002\.parquet.*finished rows are kept"):
+        job.run(ScriptedEngine(), store=Full)
+    assert not job.is_successful and job.parts() == ["part-00000.parquet", "part-00001.parquet"]
+    assert job.run(ScriptedEngine()).exit_code == 0
+    assert [row["doc"] for row in job.rows()] == [f"d{i}" for i in range(350)]
+
+
+def test_an_output_that_cannot_be_made_is_a_storage_error(job: Job) -> None:
+    job.output.write_text("a file")
+    with pytest.raises(StorageError, match="out"):
+        job.run(None)
+
+
+def test_carried_metadata_and_types_stay(tmp_path: Path) -> None:
+    job = Job(tmp_path, [])
+    schema = pa.schema(
+        [
+            pa.field("doc", pa.string(), metadata={"unit": "id"}),
+            pa.field("text", pa.large_string(), nullable=False),
+            pa.field("when", pa.timestamp("us", tz="UTC")),
+            pa.field("kind", pa.dictionary(pa.int8(), pa.string())),
+        ],
+        metadata={"origin": "here"},
+    )
+    columns = [["d0", "d1"], ["a", "b"], [1, None], ["x", "y"]]
+    arrays = [pa.array(c, f.type) for c, f in zip(columns, schema, strict=True)]
+    pq.write_table(pa.Table.from_arrays(arrays, schema=schema), job.source)
+    job.run(ScriptedEngine())
+    written = pq.read_schema(job.output / "part-00000.parquet")
+    carried = pq.read_schema(job.source)
+    for field in carried:
+        assert written.field(field.name).equals(field, check_metadata=True)
+    assert written.metadata == carried.metadata == {b"origin": b"here"}
+
+
+def test_packing_does_not_change_the_output(tmp_path: Path) -> None:
+    tables = []
+    for order in ("auto", "input"):
+        (tmp_path / order).mkdir()
+        job = Job(tmp_path / order, sample_texts(350))
+        job.sections = {"engine": {"order": order, "window_rows": 40}}
+        engine = ScriptedEngine(max_running=8)
+        job.run(engine)
+        tables.append(job.table())
+        assert (engine.seen == sorted(engine.seen)) == (order == "input")
+        assert all(
+            seen < first + 40 + 8 for seen, first in zip(engine.seen, range(350), strict=True)
+        )
+    assert tables[0].equals(tables[1])
+
+
+def test_the_engine_gets_a_learned_length(job: Job) -> None:
+    engine = ScriptedEngine(max_running=8)
+    job.run(engine)
+    assert engine.expected[0] == 64  # max_tokens bounds the first guess
+    assert engine.expected[-1] is not None and 16 <= engine.expected[-1] <= 34
+
+
+def test_summary_has_what_a_scheduler_reads(job: Job) -> None:
+    said = job.run(ScriptedEngine()).as_dict()
+    for name in ("rows", "done", "failed", "prompt_tokens", "cached_tokens", "reasoning_tokens",
+                 "content_tokens", "engine_seconds", "wall_seconds", "output", "exit_code",
+                 "preemptions", "tokens_per_second", "duplicates"):  # fmt: skip
+        assert said[name] is not None
+    assert said["settings"]["output.rows_per_file"] == {"value": 100, "source": "file"}
+    assert said["effective"] == {"max_num_seqs": 64}
+    assert json.loads(json.dumps(said)) == said
+
+
+def test_seams_are_called_in_order_and_the_engine_last(job: Job) -> None:
+    calls: list[str] = []
+    seams = scripted_seams(ScriptedEngine())
+
+    def noted(name: str, function: Any) -> Any:
+        return lambda *args: (calls.append(name), function(*args))[1]
+
+    def load(spec: Any) -> LoadedEngine:
+        raise DeviceError("no room")
+
+    noted_seams = Seams(
+        store=noted("store", seams.store),
+        table=noted("table", seams.table),
+        text=noted("text", seams.text),
+        engine=noted("engine", load),
+    )
+    with pytest.raises(DeviceError, match="no room"):
+        run_scripted(scripted_spec(job.source, job.output), noted_seams)
+    assert calls == ["store", "table", "text", "engine"]
