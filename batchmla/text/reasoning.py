@@ -3,7 +3,8 @@
 The state starts from the prompt: it is open when the prompt ends inside the thinking markers. Then
 the first end marker closes it; whatever follows is content, further markers included. When the
 prompt is not open, the first start marker that the model writes opens it; text before that marker
-is kept as the beginning of the content. Text is never stripped.
+is kept as the beginning of the content. A start marker that an open prompt's completion begins with
+is a marker, too. Text is never stripped.
 
 Markers that are control tokens are found by id, so text that only spells them does not count. A
 job's own markers may be plain text; they are found in the completion's bytes, since a tokenizer may
@@ -117,11 +118,11 @@ class Reasoner:
         edges = list(accumulate(map(len, pieces), initial=0))  # byte offset of every token
 
         opening = _Cut(0, 0, 0, 0)
-        if not is_open:
-            found = self._find(ids, data, edges, self.start_ids, self._start, _Cut(0, 0, 0, 0))
-            if found is None:
-                return _answer(None, data, ReasoningState.NONE, 0, len(ids))
+        found = self._find(ids, data, edges, self.start_ids, self._start, opening)
+        if found is not None and (found.start == 0 or not is_open):
             opening = found
+        elif not is_open:
+            return _answer(None, data, ReasoningState.NONE, 0, len(ids))
         before = data[: opening.start]
         if completion.forced_at is not None:
             return self._split_forced(ids, data, edges, opening, completion.forced_at, forced_ids)

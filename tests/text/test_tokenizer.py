@@ -3,6 +3,8 @@
 import functools
 import json
 import random
+import subprocess
+import sys
 import tempfile
 import unicodedata
 from pathlib import Path
@@ -309,3 +311,20 @@ def test_older_formats_are_converted(tmp_path):
     expected = made.encode("the quick fox", add_special_tokens=False).ids
     (folder / "tokenizer.json").unlink()
     assert Tokenizer.load(folder).encode("the quick fox").tolist() == expected
+
+
+def test_loading_imports_neither_transformers_nor_torch(tmp_path):
+    folder = vocabulary.byte_level(tmp_path)
+    code = (
+        "import sys\n"
+        "from batchmla.text.chat import ChatTemplate\n"
+        "from batchmla.text.formats.registry import choose_format\n"
+        "from batchmla.text.tokenizer import Tokenizer\n"
+        "tokenizer = Tokenizer.load(sys.argv[1])\n"
+        "ChatTemplate.load(sys.argv[1], tokenizer)\n"
+        "assert choose_format('auto', tokenizer).name == 'deepseek_r1'\n"
+        "print(sorted({'torch', 'transformers'} & set(sys.modules)))"
+    )
+    command = [sys.executable, "-P", "-c", code, str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "[]"
