@@ -80,7 +80,7 @@ def parse_line(raw: bytes) -> dict[str, Any]:
         byte = raw[fault.start]
         raise MalformedLine(f"byte 0x{byte:02x} at position {fault.start} is not UTF-8") from None
     try:
-        value = json.loads(text, object_pairs_hook=_unique_keys)
+        value = _DECODER.decode(text)
     except json.JSONDecodeError as fault:
         raise MalformedLine(f"not valid JSON: {fault.msg} at character {fault.colno}") from None
     except RecursionError:
@@ -102,6 +102,9 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
         raise MalformedLine(f"the key {json.dumps(twice)} is given twice")
     return values
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_unique_keys)
 
 
 def replace_surrogates(raw: bytes, values: dict[str, Any]) -> tuple[dict[str, Any], str | None]:

@@ -1,13 +1,14 @@
 """JSONL files as rows and as typed columns.
 
-Types come from the first 256 MiB of lines, or from all of them when everything is scanned: a fixed
-amount, so that a rerun on a slower machine writes the same schema.
+Types come from the first 500,000 rows or 256 MiB, or from all rows when everything is scanned: a
+fixed amount, so that a rerun on a slower machine writes the same schema.
 """
 
 import logging
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import pyarrow as pa
@@ -32,6 +33,7 @@ from batchmla.jobs.source import Faults, RowBatch, Scan
 
 logger = logging.getLogger(__name__)
 
+_TYPED_ROWS = 500_000
 _TYPED_BYTES = 256 << 20
 _BATCH_ROWS = 1024
 _BATCH_BYTES = 8 << 20
@@ -55,7 +57,14 @@ class _Parsed:
 class JsonlSource:
     """The files, the id column and, after a scan, the kind of every column."""
 
-    def __init__(self, files: tuple[InputFile, ...], id_column: str | None) -> None:
+    def __init__(
+        self,
+        files: tuple[InputFile, ...],
+        id_column: str | None,
+        *,
+        typed_rows: int = _TYPED_ROWS,
+    ) -> None:
+        self._typed_rows = typed_rows
         self._files = list(files)
         self.id_column = id_column if id_column is not None else self._default_id()
         self._kinds: dict[str, Kind] | None = None
@@ -89,11 +98,13 @@ class JsonlSource:
         kinds: dict[str, Kind] = {}
         seen_bytes = 0
         is_typing = True
-        batch: list[tuple[str | int, str]] = []
+        batch: list[str | int] = []
+        places: list[tuple[int, int]] = []  # file and line
         for parsed in self._parsed(0):
             scan.num_rows += 1
             seen_bytes += len(parsed.line.raw)
-            if is_typing and limit_s is not None and seen_bytes > _TYPED_BYTES:
+            is_enough = scan.num_rows > self._typed_rows or seen_bytes > _TYPED_BYTES
+            if is_typing and limit_s is not None and is_enough:
                 is_typing = False
                 kinds = self._settled(kinds)
             if parsed.malformed is None and is_typing:
@@ -109,15 +120,17 @@ class JsonlSource:
             if parsed.malformed is not None:
                 scan.faults.add(f"{self._place(parsed)}: {parsed.malformed}")
             elif self.id_column is not None:
-                batch.append((parsed.typed_id, self._place(parsed)))
+                batch.append(parsed.typed_id)
+                places.append((parsed.file, parsed.line.number))
             if len(batch) >= _ID_BATCH:
-                scan.add_ids(ids, batch)
-                batch = []
-            is_late = limit_s is not None and time.monotonic() - began_s > limit_s
-            if is_late and not is_typing:
+                scan.add_ids(ids, batch, partial(self._shown, places))
+                batch, places = [], []
+            if is_typing or limit_s is None or scan.num_rows % 256:
+                continue
+            if time.monotonic() - began_s > limit_s:
                 scan.is_complete = False
                 break
-        scan.add_ids(ids, batch)
+        scan.add_ids(ids, batch, partial(self._shown, places))
         self._kinds = self._settled(kinds) if is_typing else kinds
         self._num_scanned = scan.num_rows
         return scan
@@ -130,6 +143,10 @@ class JsonlSource:
                 ", ".join(mixed),
             )
         return {name: settle(kind) for name, kind in kinds.items()}
+
+    def _shown(self, places: list[tuple[int, int]], position: int) -> str:
+        file, line = places[position]
+        return f"{self._files[file].path}:{line}"
 
     def _place(self, parsed: _Parsed) -> str:
         return f"{self._files[parsed.file].path}:{parsed.line.number}"
@@ -182,18 +199,18 @@ class JsonlSource:
 
     def rows(self, start: int, columns: Sequence[str] | None) -> Iterator[RowBatch]:
         """Rows from `start` on, at most 1024 or about 8 MiB of text in one batch."""
-        batch = RowBatch([], [], {})
+        batch = RowBatch([], [], [])
         num_bytes = 0
         for parsed in self._parsed(start):
             batch.rows.append(self._row(parsed, columns))
             if parsed.malformed is not None:
                 batch.faults.append((parsed.index, f"{self._place(parsed)}: {parsed.malformed}"))
-            if batch.places is not None:
-                batch.places[parsed.index] = self._place(parsed)
+            if batch.lines is not None:
+                batch.lines.append(parsed.line.number)
             num_bytes += len(parsed.line.raw)
             if len(batch.rows) >= _BATCH_ROWS or num_bytes >= _BATCH_BYTES:
                 yield batch
-                batch = RowBatch([], [], {})
+                batch = RowBatch([], [], [])
                 num_bytes = 0
         if batch.rows:
             yield batch

@@ -63,7 +63,9 @@ class ParquetSource:
                     scan.faults.add(
                         f"{place}: the id column {self.id_column} is null or unreadable"
                     )
-            scan.add_ids(ids, [(one, place) for one, place in batch if one is not None])
+            found = [(one, place) for one, place in batch if one is not None]
+            places = [place for _, place in found]
+            scan.add_ids(ids, [one for one, _ in found], places.__getitem__)
         return scan
 
     def _id_batches(self) -> Iterator[list[tuple[str | int | None, str]]]:
@@ -102,6 +104,9 @@ class ParquetSource:
         if self.id_column is not None:
             id_values = data.get(self.id_column) or _column(batch, self.id_column)
         made = RowBatch([], [])
+        partly = [name for name, column in data.items() if any(v is _UNREADABLE for v in column)]
+        columns = zip(*data.values(), strict=True) if data else iter([()] * batch.num_rows)
+        rows_values = [dict(zip(data, one, strict=True)) for one in columns]
         for offset in range(batch.num_rows):
             index = first + row + offset
             typed_id: str | int = f"{file.name}:{row + offset}"
@@ -115,8 +120,8 @@ class ParquetSource:
                 error = f"malformed row at {sentence}"
             elif id_values is not None:
                 typed_id = id_values[offset]
-            values = {name: column[offset] for name, column in data.items()}
-            broken = next((name for name, one in values.items() if one is _UNREADABLE), None)
+            values = rows_values[offset]
+            broken = next((name for name in partly if values[name] is _UNREADABLE), None)
             if broken is not None and error is None:
                 error = f"column {broken} holds a value that cannot be read as text or a number"
             made.rows.append(

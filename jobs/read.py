@@ -234,8 +234,9 @@ class InputTable:
             raise JobError(self._repeats_text(scan))
 
     def _place(self, batch: RowBatch, row: Row) -> str:
-        if batch.places is not None:
-            return batch.places[row.index]
+        if batch.lines is not None:
+            line = batch.lines[row.index - batch.rows[0].index]
+            return f"{self.files[row.file].path}:{line}"
         return f"{self.files[row.file].path}, row {row.number} (counted from 0)"
 
     def carried_batches(self, start: int = 0) -> Iterator[pa.RecordBatch]:

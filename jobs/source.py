@@ -1,6 +1,6 @@
 """What a format offers the input table: a scan, rows, and the carried columns."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -43,21 +43,26 @@ class Scan:
     repeats: list[tuple[str | int, str]] = field(default_factory=list)  # id and its later place
     num_repeats: int = 0
 
-    def add_ids(self, index: IdIndex, ids: Sequence[tuple[str | int, str]]) -> None:
-        """Note which of (id, place) repeat an earlier id."""
-        for position in index.add([typed_id for typed_id, _ in ids]):
+    def add_ids(
+        self, index: IdIndex, ids: Sequence[str | int], place_of: Callable[[int], str]
+    ) -> None:
+        """Note which of `ids` repeat an earlier one; `place_of` words a position among them."""
+        for position in index.add(ids):
             self.num_repeats += 1
             if len(self.repeats) < MAX_LISTED:
-                self.repeats.append(ids[position])
+                self.repeats.append((ids[position], place_of(position)))
 
 
 @dataclass(frozen=True, slots=True)
 class RowBatch:
-    """Rows in order; `faults` holds (row index, sentence) of those that are malformed."""
+    """Rows in order; `faults` holds (row index, sentence) of those that are malformed.
+
+    `lines` are the rows' 1-based lines in their files, of formats that have lines.
+    """
 
     rows: list[Row]
     faults: list[tuple[int, str]]
-    places: dict[int, str] | None = None  # row index -> where, when it is not file and number
+    lines: list[int] | None = None
 
 
 class Source(Protocol):
