@@ -237,11 +237,10 @@ class SampleOp(Protocol):
         top_k_N: torch.Tensor,
         top_p_N: torch.Tensor,
         min_p_N: torch.Tensor,
-        stream_key_N: torch.Tensor,
-        position_N: torch.Tensor,
+        uniform_N: torch.Tensor,
     ) -> torch.Tensor:
-        """ids_N int64, drawn from float32 logits by a stream that is a function of key and
-        position."""
+        """ids_N int64, drawn from float32 logits by the rows' random numbers in [0, 1), float64 like
+        the other settings; top_k is int64. Filters that are off: top_k 0, top_p 1, min_p 0."""
         ...
 
 

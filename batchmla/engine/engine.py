@@ -27,12 +27,11 @@ from batchmla.engine.config import (
 )
 from batchmla.engine.hardware import Hardware, detect
 from batchmla.engine.runner import Runner
-from batchmla.engine.sampler import Draw, SampleOp, Sampler
+from batchmla.engine.sampler import Draw, Sampler
 from batchmla.engine.scheduler import Chunk, Limits, Scheduler
 from batchmla.engine.sequence import failed
 from batchmla.errors import JobError
-from batchmla.kernels.cpu.sample import sample as fast_sample
-from batchmla.kernels.reference.sample import sample as plain_sample
+from batchmla.kernels.ops import SampleOp
 from batchmla.kv.layout import KVLayout
 from batchmla.kv.pages import PageTable
 from batchmla.models import get_family
@@ -43,8 +42,6 @@ from batchmla.placement import Placement
 from batchmla.weights.folder import find_model
 
 logger = logging.getLogger(__name__)
-
-SAMPLE_OPS: Mapping[str, SampleOp] = {"cpu": fast_sample, "reference": plain_sample}
 
 
 @dataclass(slots=True)
@@ -197,12 +194,13 @@ def load_engine(options: EngineOptions, *, vocab_limit: int | None = None) -> En
     for note in config.notes:
         logger.info("%s", note)
     device = torch.device(config.device)
+    ops = kernels.load(config.backend)
     model = load_model(
         folder,
         raw_config,
         config.placement,
         Par.single(),
-        kernels.load(config.backend),
+        ops,
         getattr(torch, config.dtype),
         device,
         config.load_format,
@@ -213,7 +211,7 @@ def load_engine(options: EngineOptions, *, vocab_limit: int | None = None) -> En
         config.layout,
         num_pages=config.num_pages,
         limits=config.limits,
-        sample=SAMPLE_OPS[config.backend],
+        sample=ops.sample,
         vocab_limit=min(vocab_size, vocab_limit or vocab_size),
         device=device,
     )

@@ -4,7 +4,6 @@ its own logits and parameters, on its stream key and on the position, never on i
 earlier steps' order. N rows, V vocabulary, S remembered sequences.
 """
 
-from collections.abc import Callable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
@@ -12,8 +11,10 @@ import numpy as np
 import torch
 
 from batchmla.engine.sequence import Sequence
+from batchmla.kernels.cpu.sample import uniform
+from batchmla.kernels.ops import SampleOp
 
-SampleOp = Callable[..., torch.Tensor]
+KEY_MASK = 2**64 - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,19 +156,17 @@ class Sampler:
         all_params = [sequence.prompt.params for sequence in sequences]
         if all(params.temperature == 0 for params in all_params):
             return torch.argmax(logits_NV, dim=1)
-        knobs_N3 = np.array([(p.temperature, p.top_p, p.min_p) for p in all_params], np.float64)
-        keys = np.array([s.prompt.stream_key & (2**64 - 1) for s in sequences], np.uint64)
-        counts_N2 = np.array(
-            [(s.prompt.params.top_k, s.num_generated) for s in sequences], np.int64
-        )
-        knobs = torch.from_numpy(knobs_N3).to(self._device)
-        counts = torch.from_numpy(counts_N2).to(self._device)
+        keys = np.array([s.prompt.stream_key & KEY_MASK for s in sequences], np.uint64)
+        positions = np.array([s.num_generated for s in sequences], np.int64)
+        knobs_N4 = np.empty((len(sequences), 4))
+        knobs_N4[:, :3] = [(p.temperature, p.top_p, p.min_p) for p in all_params]
+        knobs_N4[:, 3] = uniform(keys, positions)
+        knobs = torch.from_numpy(knobs_N4).to(self._device)
         return self._op(
             logits_NV,
             temperature_N=knobs[:, 0],
-            top_k_N=counts[:, 0],
+            top_k_N=torch.tensor([p.top_k for p in all_params], device=self._device),
             top_p_N=knobs[:, 1],
             min_p_N=knobs[:, 2],
-            stream_key_N=torch.from_numpy(keys.view(np.int64)).to(self._device),
-            position_N=counts[:, 1],
+            uniform_N=knobs[:, 3],
         )

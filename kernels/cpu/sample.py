@@ -5,45 +5,47 @@ not hold the whole nucleus. Plain torch, so it runs on any device. N rows, V voc
 candidates, G blocks of the vocabulary.
 """
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
 from batchmla.kernels.reference.sample import KEY_STEPS, MULTIPLIERS, ROUNDS, WORD
+
+Word = npt.NDArray[np.uint64]
+Words = tuple[Word, Word, Word, Word]
+Uniforms = npt.NDArray[np.float64]
 
 CANDIDATES = (64, 1024)
 BLOCK = 256
 COLDEST = 1e-30  # below it every logit but the largest has weight 0 anyway
 
 
-def _mul_high_low(factor: int, words: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The upper and lower 32 bits of factor * words for words below 2**32, within int64."""
-    by_low = factor * (words & 0xFFFF)
-    by_high = factor * (words >> 16) + (by_low >> 16)
-    return by_high >> 16, ((by_high & 0xFFFF) << 16) | (by_low & 0xFFFF)
-
-
-def philox(
-    counter: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
-    key: tuple[torch.Tensor, torch.Tensor],
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Philox-4x32-10 element by element; every tensor holds 32-bit words in int64."""
+def philox(counter: Words, key: tuple[Word, Word]) -> Words:
+    """Philox-4x32-10 element by element; every array holds 32-bit words in uint64."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
+    word, half = np.uint64(WORD), np.uint64(32)
+    first, second = (np.uint64(factor) for factor in MULTIPLIERS)
+    step0, step1 = (np.uint64(step) for step in KEY_STEPS)
     for _ in range(ROUNDS):
-        high0, low0 = _mul_high_low(MULTIPLIERS[0], c0)
-        high1, low1 = _mul_high_low(MULTIPLIERS[1], c2)
-        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
-        k0, k1 = (k0 + KEY_STEPS[0]) & WORD, (k1 + KEY_STEPS[1]) & WORD
+        by_first, by_second = first * c0, second * c2  # below 2**64
+        c0, c1 = (by_second >> half) ^ c1 ^ k0, by_second & word
+        c2, c3 = (by_first >> half) ^ c3 ^ k1, by_first & word
+        k0, k1 = (k0 + step0) & word, (k1 + step1) & word
     return c0, c1, c2, c3
 
 
-def uniform(stream_key_N: torch.Tensor, position_N: torch.Tensor) -> torch.Tensor:
+def uniform(stream_keys: npt.NDArray[np.uint64], positions: npt.NDArray[np.int64]) -> Uniforms:
     """The streams' numbers at the given positions, float64 in [0, 1)."""
-    zero = torch.zeros_like(position_N)
-    counter = (position_N & WORD, (position_N >> 32) & WORD, zero, zero)
-    key = (stream_key_N & WORD, (stream_key_N >> 32) & WORD)
-    high, low, _, _ = philox(counter, key)
-    return ((high >> 5) * 2**26 + (low >> 6)).double() / 2**53
+    word, half = np.uint64(WORD), np.uint64(32)
+    places = positions.astype(np.uint64)
+    zero = np.zeros_like(places)
+    counter = (places & word, places >> half, zero, zero)
+    high, low, _, _ = philox(counter, (stream_keys & word, stream_keys >> half))
+    bits = (high >> np.uint64(5)) << np.uint64(26) | low >> np.uint64(6)
+    numbers: Uniforms = bits.astype(np.float64) / 2**53
+    return numbers
 
 
 def sample(
@@ -53,15 +55,13 @@ def sample(
     top_k_N: torch.Tensor,
     top_p_N: torch.Tensor,
     min_p_N: torch.Tensor,
-    stream_key_N: torch.Tensor,
-    position_N: torch.Tensor,
+    uniform_N: torch.Tensor,
 ) -> torch.Tensor:
     """One id a row, int64 [N]; arguments as in the reference."""
     ids_N = torch.argmax(logits_NV, dim=1)
     drawn_N = torch.nonzero(temperature_N > 0).squeeze(1)
     if len(drawn_N) == 0:
         return ids_N
-    u_N = uniform(stream_key_N, position_N)
     is_ordered_N = (top_k_N > 0) | (top_p_N < 1)
     for rows, draw in (
         (drawn_N[~is_ordered_N[drawn_N]], _draw_by_id),
@@ -74,7 +74,7 @@ def sample(
                 top_k_N[rows],
                 top_p_N[rows],
                 min_p_N[rows],
-                u_N[rows],
+                uniform_N[rows],
             )
     return ids_N
 

@@ -53,14 +53,12 @@ def sample(
     top_k_N: torch.Tensor,
     top_p_N: torch.Tensor,
     min_p_N: torch.Tensor,
-    stream_key_N: torch.Tensor,
-    position_N: torch.Tensor,
+    uniform_N: torch.Tensor,
 ) -> torch.Tensor:
     """One id a row, int64 [N].
 
-    `logits` is float32, -inf for ids that must not be drawn; `temperature`, `top_p` and `min_p` are
-    float64, the others int64 (a stream key is the bit pattern of 64 unsigned bits). top_k 0, top_p
-    1 and min_p 0 mean off.
+    `logits` is float32, -inf for ids that must not be drawn; `top_k` is int64, the others float64.
+    top_k 0, top_p 1 and min_p 0 mean off. `uniform` holds the rows' random numbers, in [0, 1).
     """
     ids = [
         _sample_row(
@@ -69,7 +67,7 @@ def sample(
             int(top_k_N[row]),
             float(top_p_N[row]),
             float(min_p_N[row]),
-            uniform(int(stream_key_N[row]), int(position_N[row])),
+            float(uniform_N[row]),
         )
         for row in range(len(logits_NV))
     ]

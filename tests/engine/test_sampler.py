@@ -35,17 +35,17 @@ def words(text: str) -> tuple[int, ...]:
 def test_philox_known_answers(counter: str, key: str, want: str) -> None:
     assert plain.philox(words(counter), words(key)) == words(want)  # type: ignore[arg-type]
     got = fast.philox(
-        tuple(torch.tensor([word]) for word in words(counter)),  # type: ignore[arg-type]
-        tuple(torch.tensor([word]) for word in words(key)),  # type: ignore[arg-type]
+        tuple(np.array([word], np.uint64) for word in words(counter)),  # type: ignore[arg-type]
+        tuple(np.array([word], np.uint64) for word in words(key)),  # type: ignore[arg-type]
     )
-    assert tuple(int(word) for word in got) == words(want)
+    assert tuple(int(word[0]) for word in got) == words(want)
 
 
 def test_uniform_is_the_same_in_both_and_in_range() -> None:
     rng = np.random.default_rng(0)
     keys = rng.integers(0, 2**64, 500, dtype=np.uint64)
     positions = np.concatenate((np.arange(498), [2**31, 2**33 + 5]))
-    got = fast.uniform(torch.from_numpy(keys.view(np.int64)), torch.from_numpy(positions))
+    got = fast.uniform(keys, positions)
     want = [plain.uniform(int(k), int(p)) for k, p in zip(keys, positions, strict=True)]
     assert got.tolist() == want
     assert 0 <= min(want) < 0.02 and 0.98 < max(want) < 1
@@ -54,8 +54,7 @@ def test_uniform_is_the_same_in_both_and_in_range() -> None:
 def call(
     sample: Callable[..., torch.Tensor],
     logits_NV: torch.Tensor,
-    keys: torch.Tensor,
-    positions: torch.Tensor,
+    uniform: np.ndarray,
     **settings: float,
 ) -> torch.Tensor:
     num_rows = len(logits_NV)
@@ -69,8 +68,7 @@ def call(
         top_k_N=column("top_k", 0, torch.int64),
         top_p_N=column("top_p", 1.0, torch.float64),
         min_p_N=column("min_p", 0.0, torch.float64),
-        stream_key_N=keys,
-        position_N=positions,
+        uniform_N=torch.from_numpy(uniform),
     )
 
 
@@ -104,13 +102,13 @@ def test_draws_follow_the_distribution(settings: Settings) -> None:
     num_draws, vocab = 200_000, 90
     generator = torch.Generator().manual_seed(3)
     logits_V = torch.randn(vocab, generator=generator) * 1.5
-    keys = torch.arange(50).repeat_interleave(num_draws // 50) * 7919 + 13
-    positions = torch.arange(num_draws // 50).repeat(50)
+    keys = np.repeat(np.arange(50, dtype=np.uint64), num_draws // 50) * np.uint64(7919)
+    numbers = fast.uniform(keys, np.tile(np.arange(num_draws // 50), 50))
     counts = np.zeros(vocab)
     for part in range(0, num_draws, 20_000):
         rows = slice(part, part + 20_000)
         logits_NV = logits_V.expand(20_000, vocab)
-        drawn = call(fast.sample, logits_NV, keys[rows], positions[rows], **settings)
+        drawn = call(fast.sample, logits_NV, numbers[rows], **settings)
         counts += np.bincount(drawn.numpy(), minlength=vocab)
     expected = expected_shares(logits_V, settings) * num_draws
     assert counts[expected == 0].sum() == 0, "a filtered id was drawn"
@@ -135,17 +133,16 @@ def test_fast_draws_what_the_specification_draws(vocab: int) -> None:
     logits_NV = (torch.randn(160, vocab, generator=generator) * 2).float()
     logits_NV[80:] = torch.round(logits_NV[80:])  # ties, at every border
     logits_NV[::7, : vocab // 3] = -torch.inf
-    keys = torch.randint(-(2**62), 2**62, (160,), generator=generator)
-    positions = torch.arange(160) % 11
     rng = np.random.default_rng(vocab)
     knobs = {
         "temperature_N": torch.from_numpy(rng.choice([0, 1e-6, 0.3, 1.0, 5.0], 160)),
         "top_k_N": torch.from_numpy(rng.choice([0, 1, 2, 63, 64, 65, 1024, 10**6], 160)),
         "top_p_N": torch.from_numpy(rng.choice([1e-9, 0.3, 0.95, 0.9999, 1.0], 160)),
         "min_p_N": torch.from_numpy(rng.choice([0, 0.0, 0.05, 1.0], 160)),
+        "uniform_N": torch.from_numpy(rng.random(160)),
     }
-    want = plain.sample(logits_NV, **knobs, stream_key_N=keys, position_N=positions)
-    got = fast.sample(logits_NV, **knobs, stream_key_N=keys, position_N=positions)
+    want = plain.sample(logits_NV, **knobs)
+    got = fast.sample(logits_NV, **knobs)
     different = torch.nonzero(want != got).squeeze(1).tolist()
     # Rows without top-k and top-p sum float32 weights: a number within 1e-6 of a border may fall
     # on its other side. Nothing else may differ.
@@ -156,8 +153,6 @@ def test_fast_draws_what_the_specification_draws(vocab: int) -> None:
         fast.sample(
             logits_NV[row : row + 1],
             **{name: values[row : row + 1] for name, values in knobs.items()},
-            stream_key_N=keys[row : row + 1],
-            position_N=positions[row : row + 1],
         ).item()
         for row in range(160)
     ]
@@ -167,8 +162,7 @@ def test_fast_draws_what_the_specification_draws(vocab: int) -> None:
 @pytest.mark.parametrize("name", SAMPLES)
 def test_greedy_takes_the_lowest_id_among_equals(name: str) -> None:
     logits_NV = torch.tensor([[0.0, 2.0, 2.0], [-torch.inf, -3.0, -3.0], [1.0, 1.0, 1.0]])
-    keys = positions = torch.arange(3)
-    got = call(SAMPLES[name], logits_NV, keys, positions, temperature=0.0)
+    got = call(SAMPLES[name], logits_NV, np.zeros(3), temperature=0.0)
     assert got.tolist() == [1, 1, 0]
 
 
