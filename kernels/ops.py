@@ -239,8 +239,10 @@ class SampleOp(Protocol):
         min_p_N: torch.Tensor,
         uniform_N: torch.Tensor,
     ) -> torch.Tensor:
-        """ids_N int64, drawn from float32 logits by the rows' random numbers in [0, 1), float64 like
-        the other settings; top_k is int64. Filters that are off: top_k 0, top_p 1, min_p 0."""
+        """ids_N int64, drawn from float32 logits by the rows' random numbers in [0, 1).
+
+        `top_k` is int64, the others float64. Filters that are off: top_k 0, top_p 1, min_p 0.
+        """
         ...
 
 
