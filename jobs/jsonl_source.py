@@ -43,7 +43,7 @@ _MAX_COLUMNS = 2000
 
 @dataclass(slots=True)
 class _Parsed:
-    """A line with what was found in it."""
+    """A line with what was found in it; `values` are kept if only the id is unusable."""
 
     index: int
     file: int
@@ -68,7 +68,7 @@ class JsonlSource:
         self._files = list(files)
         self.id_column = id_column if id_column is not None else self._default_id()
         self._kinds: dict[str, Kind] | None = None
-        self._num_scanned = 0
+        self._num_typed = 0  # rows that the kinds come from
 
     @property
     def files(self) -> tuple[InputFile, ...]:
@@ -96,7 +96,7 @@ class JsonlSource:
         scan = Scan()
         began_s = time.monotonic()
         kinds: dict[str, Kind] = {}
-        seen_bytes = 0
+        seen_bytes = num_typed = 0
         is_typing = True
         batch: list[str | int] = []
         places: list[tuple[int, int]] = []  # file and line
@@ -107,7 +107,8 @@ class JsonlSource:
             if is_typing and limit_s is not None and is_enough:
                 is_typing = False
                 kinds = self._settled(kinds)
-            if parsed.malformed is None and is_typing:
+            if is_typing:
+                num_typed = scan.num_rows
                 for name, value in parsed.values.items():
                     kinds[name] = widen(kinds.get(name, NULL), value)
                 if len(kinds) > _MAX_COLUMNS:
@@ -132,7 +133,7 @@ class JsonlSource:
                 break
         scan.add_ids(ids, batch, partial(self._shown, places))
         self._kinds = self._settled(kinds) if is_typing else kinds
-        self._num_scanned = scan.num_rows
+        self._num_typed = num_typed
         return scan
 
     def _settled(self, kinds: dict[str, Kind]) -> dict[str, Kind]:
@@ -168,14 +169,16 @@ class JsonlSource:
 
     def _parse(self, index: int, file: int, line: Line) -> _Parsed:
         fallback = f"{self._files[file].name}:{line.row}"
+        parsed = _Parsed(index, file, line, fallback, {})
         try:
-            values, error = replace_surrogates(line.raw, parse_line(line.raw))
-            typed_id = self._typed_id(values, error) if self.id_column is not None else fallback
+            parsed.values, parsed.error = replace_surrogates(line.raw, parse_line(line.raw))
+            if self.id_column is not None:
+                parsed.typed_id = self._typed_id(parsed.values, parsed.error)
         except MalformedLine as fault:
-            return _Parsed(index, file, line, fallback, {}, malformed=str(fault))
-        parsed = _Parsed(index, file, line, typed_id, values, error=error)
-        if self._kinds is not None and index >= self._num_scanned:
-            parsed.malformed = _misfit(self._kinds, values)
+            parsed.malformed = str(fault)
+            return parsed
+        if self._kinds is not None and index >= self._num_typed:
+            parsed.malformed = _misfit(self._kinds, parsed.values)
         return parsed
 
     def _typed_id(self, values: dict[str, Any], error: str | None) -> str | int:

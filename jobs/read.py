@@ -17,7 +17,7 @@ from batchmla.jobs.jsonl_source import JsonlSource
 from batchmla.jobs.parquet_source import ParquetSource
 from batchmla.jobs.row import Row
 from batchmla.jobs.settings import InputSettings
-from batchmla.jobs.source import MAX_LISTED, Faults, RowBatch, Scan, Source
+from batchmla.jobs.source import Faults, RowBatch, Scan, Source
 from batchmla.jobs.wording import nearest
 
 __all__ = ["InputFile", "InputTable", "PreScan", "open_input"]
@@ -103,8 +103,8 @@ class InputTable:
 
     def require(self, columns: Iterable[str], field: str) -> None:
         """Refuse columns that the input lacks; `field` is the key of the job file that asks."""
-        if not self.columns and self.num_rows == 0:
-            return  # JSONL without rows has no columns
+        if not self.columns:
+            return  # JSONL without a readable row
         for name in columns:
             if name in self.columns:
                 continue
@@ -141,14 +141,7 @@ class InputTable:
         self._num_checked = scan.num_rows
         self._has_columns = True
         self._carried = self._choose_carried()
-        problems: list[str] = []
-        if scan.faults.count and self._malformed == "fail":
-            problems.append(scan.faults.text("malformed row"))
-        if scan.num_repeats:
-            problems.append(self._repeats_text(scan))
-        if problems:
-            way_out = "\nerrors.malformed: row makes malformed rows error rows"
-            raise JobError("\n".join(problems) + (way_out if scan.faults.count else ""))
+        self._refuse(scan)
         self._scan_mode = mode
         self._scanned = PreScan(
             num_rows=self.num_rows if scan.is_complete else None,
@@ -156,6 +149,17 @@ class InputTable:
             malformed_rows=scan.faults.count,
         )
         return self._scanned
+
+    def _refuse(self, scan: Scan) -> None:
+        """Raise what a look at some rows found, if it found anything."""
+        problems: list[str] = []
+        if scan.faults.count and self._malformed == "fail":
+            problems.append(scan.faults.text("malformed row"))
+            problems.append("errors.malformed: row makes malformed rows error rows")
+        if scan.num_repeats:
+            problems.append(self._repeats_text(scan))
+        if problems:
+            raise JobError("\n".join(problems))
 
     def _repeats_text(self, scan: Scan) -> str:
         """Each repeated id with its first and its later place; costs a second look at the ids."""
@@ -204,16 +208,15 @@ class InputTable:
                 return
 
     def _check(self, batch: RowBatch, end: int | None) -> None:
-        if self._malformed == "fail":
-            faults = Faults()
-            for index, sentence in batch.faults:
-                if end is None or index < end:
-                    faults.add(sentence)
-            if faults.count:
-                way_out = "errors.malformed: row makes malformed rows error rows"
-                raise JobError(f"{faults.text('malformed row')}\n{way_out}")
-        if self.id_column is None:
-            return
+        scan = Scan()
+        for index, sentence in batch.faults if self._malformed == "fail" else ():
+            if end is None or index < end:
+                scan.faults.add(sentence)
+        if self.id_column is not None:
+            self._check_ids(batch, end, scan)
+        self._refuse(scan)
+
+    def _check_ids(self, batch: RowBatch, end: int | None, scan: Scan) -> None:
         malformed = {index for index, _ in batch.faults}
         fresh = [
             row
@@ -224,14 +227,12 @@ class InputTable:
         ]
         if not fresh:
             return
-        repeated = self._ids.add([row.typed_id for row in fresh])
         self._num_checked = fresh[-1].index + 1
-        if repeated:
-            scan = Scan(num_repeats=len(repeated))
-            for position in repeated[:MAX_LISTED]:
-                row = fresh[position]
-                scan.repeats.append((row.typed_id, self._place(batch, row)))
-            raise JobError(self._repeats_text(scan))
+        scan.add_ids(
+            self._ids,
+            [row.typed_id for row in fresh],
+            lambda position: self._place(batch, fresh[position]),
+        )
 
     def _place(self, batch: RowBatch, row: Row) -> str:
         if batch.lines is not None:
