@@ -1,5 +1,6 @@
 """The whole engine on tiny checkpoints: ids and logits of transformers, whatever happens."""
 
+import itertools
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ from tiny import oracle_logits, write_tiny
 from batchmla.core import Completion, EngineOptions, FinishReason, Prompt, SamplingParams
 from batchmla.engine.engine import EngineCore, load_engine
 from batchmla.engine.sampler import Draw
+from batchmla.engine.scheduler import Chunk
 from batchmla.engine.sequence import Sequence
 from batchmla.errors import DeviceError
 
@@ -66,6 +68,19 @@ def watch_logits(engine: EngineCore) -> dict[tuple[int, int], torch.Tensor]:
     return seen
 
 
+def preempt_often(engine: EngineCore) -> None:
+    """Every fourth step the youngest sequence loses its pages, needed or not."""
+    scheduler, steps = engine._scheduler, itertools.count(1)
+    plain_schedule = scheduler.schedule
+
+    def schedule() -> list[Chunk]:
+        if next(steps) % 4 == 0 and scheduler.num_running > 1:
+            scheduler._preempt(scheduler.group.running[-1])
+        return plain_schedule()
+
+    scheduler.schedule = schedule  # type: ignore[method-assign]
+
+
 def check(case: Case, found: dict[int, Completion], logits: dict[tuple[int, int], Any]) -> None:
     for prompt, want in zip(case.prompts, case.generated, strict=True):
         completion = found[prompt.index]
@@ -84,8 +99,8 @@ def check(case: Case, found: dict[int, Completion], logits: dict[tuple[int, int]
         {"block_size": 16},
         {"block_size": 4, "max_batched_tokens": 7},
         {"block_size": 8, "max_batched_tokens": 64, "max_num_seqs": 2},
-        {"block_size": 8, "kv_pool_tokens": 96, "max_model_len": 88, "prefix_caching": False},
-        {"block_size": 8, "kv_pool_tokens": 88, "max_model_len": 88},
+        {"block_size": 8, "kv_pool_tokens": 160, "max_model_len": 92, "prefix_caching": False},
+        {"block_size": 4, "kv_pool_tokens": 160, "max_model_len": 92},
         {"block_size": 16, "backend": "reference", "max_batched_tokens": 33},
     ],
     ids=str,
@@ -94,11 +109,13 @@ def test_greedy_ids_and_logits_equal_transformers(case: Case, change: dict[str, 
     options = EngineOptions(model=str(case.folder), device="cpu", dtype="float32", **change)
     engine = load_engine(options)
     logits = watch_logits(engine)
+    if "kv_pool_tokens" in change:
+        preempt_often(engine)
     found = {each.index: each for each in engine.generate(ListSource(case.prompts))}
     check(case, found, logits)
     stats = engine.stats()
     if "kv_pool_tokens" in change:
-        assert stats.preemptions > 0
+        assert stats.preemptions > 9
     elif change.get("max_num_seqs") != 2:
         assert [found[i].cached_tokens for i in (6, 7, 8)] == [0, 40, 40] or (
             change["block_size"] == 16 and [found[i].cached_tokens for i in (7, 8)] == [32, 32]
