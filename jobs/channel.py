@@ -1,7 +1,6 @@
 """A queue between two threads, bounded in bytes."""
 
 import threading
-from collections import deque
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
@@ -12,11 +11,15 @@ class Closed(Exception):
 
 
 class Channel(Generic[T]):
-    """`put` waits while more than `max_bytes` are queued; one item always fits."""
+    """`put` waits while more than `max_bytes` are queued; one item always fits.
+
+    The reader is woken when the queue is half full or ended, else by its own clock: a wake-up for
+    every item would cost more than the item.
+    """
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
-        self._items: deque[T] = deque()
+        self._items: list[T] = []
         self._queued_bytes = 0
         self._is_ended = False
         self._is_closed = False
@@ -31,21 +34,24 @@ class Channel(Generic[T]):
                 raise Closed
             self._items.append(item)
             self._queued_bytes += item_bytes
-            if len(self._items) == 1:
+            if self._is_pressing:
                 self._changed.notify_all()
 
     def get_all(self, wait_s: float) -> list[T] | None:
-        """Everything queued; empty after `wait_s` without an item; None when ended and empty."""
+        """Everything queued after `wait_s`, or sooner; None when ended and empty."""
         with self._changed:
-            if not self._items and not self._is_ended:
+            if not self._is_ended and not self._is_pressing:
                 self._changed.wait(wait_s)
-            if not self._items:
-                return None if self._is_ended else []
-            items = list(self._items)
-            self._items.clear()
+            if not self._items and self._is_ended:
+                return None
+            items, self._items = self._items, []
             self._queued_bytes = 0
             self._changed.notify_all()
             return items
+
+    @property
+    def _is_pressing(self) -> bool:
+        return self._queued_bytes * 2 > self._max_bytes
 
     def end(self) -> None:
         """The writer's side: no item follows."""

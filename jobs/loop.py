@@ -25,7 +25,7 @@ from batchmla.jobs.write import Writer
 _LOG = logging.getLogger(__name__)
 _CHANNEL_BYTES = 32 << 20
 _ROW_BYTES = 300  # of the objects around a row's text
-_IDLE_S = 0.25
+_GATHER_S = 0.05
 _JOIN_S = 5.0
 
 
@@ -117,8 +117,7 @@ class Loop:
     def _drive(self, load: Callable[[], LoadedEngine]) -> None:
         """The engine's part, in the caller's thread."""
         self.phase = "loading the model"
-        with self._signals.interruptible():
-            loaded = load()
+        loaded = self._signals.interruptibly(load)
         engine = loaded.engine
         self.effective = {**loaded.effective, **self._text.effective}
         self._engine, self.phase = engine, "running"
@@ -127,8 +126,7 @@ class Loop:
         completions = engine.generate(source)
         try:
             while not self._is_halted:
-                with self._signals.interruptible():
-                    completion = next(completions, None)
+                completion = self._signals.interruptibly(next, completions, None)
                 if completion is None:
                     break
                 waiting = self._packer.finish(completion)
@@ -190,7 +188,7 @@ class Loop:
 
     def _finish(self) -> None:
         try:
-            while (items := self._channel.get_all(_IDLE_S)) is not None:
+            while (items := self._channel.get_all(_GATHER_S)) is not None:
                 for item in items:
                     self._keep(item)
                     if self._journal.is_due():

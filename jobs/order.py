@@ -16,17 +16,19 @@ def packed_order(prompts: Sequence[Prompt], output_tokens: int) -> list[int]:
     """Positions of `prompts` in the order to admit them; each is expected to add `output_tokens`.
 
     A group is a run of neighbours (sorted by their ids) of which each shares at least half of the
-    shorter prompt with the next; it stays together and counts as long as its longest row.
+    longer prompt with the next; it stays together and counts as long as its longest row.
     """
     keys = [prompt.token_ids[:KEY_TOKENS].tobytes() for prompt in prompts]
     by_prefix = sorted(range(len(keys)), key=keys.__getitem__)
     groups: list[list[int]] = []
-    previous: int | None = None
-    for position in by_prefix:
-        if previous is None or not _belong_together(keys[previous], keys[position]):
-            groups.append([])
-        groups[-1].append(position)
-        previous = position
+    for place, position in enumerate(by_prefix):
+        before = by_prefix[place - 1]
+        longer = max(len(prompts[position].token_ids), len(prompts[before].token_ids))
+        shared_bytes = 4 * min(longer // 2, KEY_TOKENS)
+        if place and shared_bytes and keys[before][:shared_bytes] == keys[position][:shared_bytes]:
+            groups[-1].append(position)
+        else:
+            groups.append([position])
 
     def length_class(group: list[int]) -> int:
         longest = max(len(prompts[position].token_ids) for position in group)
@@ -34,9 +36,3 @@ def packed_order(prompts: Sequence[Prompt], output_tokens: int) -> list[int]:
 
     groups.sort(key=length_class, reverse=True)  # stable: neighbours by prefix stay neighbours
     return [position for group in groups for position in group]
-
-
-def _belong_together(key: bytes, other: bytes) -> bool:
-    """Whether two prompts share half of the shorter one; 4 bytes a token."""
-    half_bytes = min(len(key), len(other)) // 8 * 4
-    return half_bytes > 0 and key[:half_bytes] == other[:half_bytes]

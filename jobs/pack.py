@@ -7,7 +7,7 @@ packed order. Bounded in bytes, and in how far a prompt may lie ahead of the old
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 from batchmla.core import Completion, Prompt
@@ -64,6 +64,8 @@ class Packer:
             deque()
         )  # indices in input order, the finished ones lazily gone
         self._finished: set[int] = set()  # of those, behind the oldest unfinished
+        self._wanted: tuple[int, int] | None = None  # index and bytes a waiting reader has
+        self._is_hungry = False  # the engine waits
         self._is_ended = False
         self._is_stopped = False
         self._changed = threading.Condition()
@@ -74,14 +76,17 @@ class Packer:
         """Adds the next prompt in input order; waits for room. Raises `Stopped`."""
         index, num_bytes = waiting.prompt.index, waiting.num_bytes
         with self._changed:
-            while not self._is_stopped and not self._has_room(index, num_bytes):
-                self._changed.wait()
+            if not self._has_room(index, num_bytes):
+                self._wanted = (index, num_bytes)
+                while not self._is_stopped and not self._has_slack():
+                    self._changed.wait()
+                self._wanted = None
             if self._is_stopped:
                 raise Stopped
             self._unfinished.append(index)
             self._next.append(waiting)
             self._waiting_bytes += num_bytes
-            if len(self._next) == 1:
+            if self._is_hungry:
                 self._changed.notify_all()
 
     def end(self) -> None:
@@ -95,11 +100,7 @@ class Packer:
     def take(self, limit: int, *, wait: bool) -> Sequence[Prompt]:
         """Up to `limit` prompts in packed order, with their expected lengths."""
         with self._changed:
-            while wait and not (self._ready or self._next or self._is_ended or self._is_stopped):
-                self._changed.wait(_WAIT_S)
-                if self._is_stopping():
-                    return ()
-            if self._is_stopped:
+            if wait and not self._wait_for_prompt():
                 return ()
             taken: list[Waiting] = []
             while len(taken) < limit and (self._ready or self._next):
@@ -109,21 +110,13 @@ class Packer:
                 self._waiting_bytes -= waiting.num_bytes
                 self._taken[waiting.prompt.index] = waiting
                 taken.append(waiting)
-            if taken:
-                self._changed.notify_all()
-        expected = self.estimate.expected
-        return [
-            replace(each.prompt, expected_tokens=expected(each.prompt.params)) for each in taken
-        ]
+            self._wake_reader()
+        return [self._with_length(each.prompt) for each in taken]
 
     def has_prompt(self) -> bool:
         """Waits until a prompt is there (true) or none will come (false)."""
         with self._changed:
-            while not (self._ready or self._next or self._is_ended or self._is_stopped):
-                self._changed.wait(_WAIT_S)
-                if self._is_stopping():
-                    return False
-            return bool(self._ready or self._next) and not self._is_stopped
+            return self._wait_for_prompt()
 
     def finish(self, completion: Completion) -> Waiting:
         """Takes note of a finished row and returns what was put for it."""
@@ -133,7 +126,7 @@ class Packer:
             if self._unfinished[0] == completion.index:
                 while self._unfinished and self._unfinished[0] in self._finished:
                     self._finished.remove(self._unfinished.popleft())
-                self._changed.notify_all()
+                self._wake_reader()
         if completion.error is None:
             self.estimate.add(len(completion.token_ids))
         return waiting
@@ -144,11 +137,51 @@ class Packer:
             self._is_stopped = True
             self._changed.notify_all()
 
+    def _with_length(self, prompt: Prompt) -> Prompt:
+        """The prompt with what its completion is expected to take."""
+        return Prompt(
+            row_id=prompt.row_id,
+            index=prompt.index,
+            sample=prompt.sample,
+            params=prompt.params,
+            token_ids=prompt.token_ids,
+            stream_key=prompt.stream_key,
+            expected_tokens=self.estimate.expected(prompt.params),
+        )
+
+    # under the lock
+
+    def _wait_for_prompt(self) -> bool:
+        """Waits until a prompt is there (true) or none will come (false)."""
+        self._wake_reader()
+        self._is_hungry = True
+        while not (self._ready or self._next or self._is_ended or self._is_stopped):
+            self._changed.wait(_WAIT_S)
+            if self._is_stopping():
+                self._is_stopped = True
+        self._is_hungry = False
+        return not self._is_stopped and bool(self._ready or self._next)
+
     def _has_room(self, index: int, num_bytes: int) -> bool:
         if self._unfinished and index >= self._unfinished[0] + self._window_rows:
             return False
         is_empty = not (self._ready or self._next)
         return is_empty or self._waiting_bytes + num_bytes <= self._window_bytes
+
+    def _has_slack(self) -> bool:
+        """Whether the waiting reader should go on: with room for many rows, or when none wait."""
+        if self._wanted is None:
+            return True
+        index, num_bytes = self._wanted
+        if not self._has_room(index, num_bytes):
+            return False
+        is_empty = not (self._ready or self._next)
+        ahead_rows, ahead_bytes = self._window_rows // 8, self._window_bytes // 8
+        return is_empty or self._has_room(index + ahead_rows, num_bytes + ahead_bytes)
+
+    def _wake_reader(self) -> None:
+        if self._wanted is not None and self._has_slack():
+            self._changed.notify_all()
 
     def _pack(self) -> None:
         """Half a window at most: while it drains, the reader refills the other half."""

@@ -194,7 +194,7 @@ class Ticker:
         while self._seen[0][0] < now_s - _RATE_S:
             self._seen.popleft()
         then_s, rows, tokens = self._seen[0]
-        if now_s - then_s < 2 * _TICK_S:
+        if now_s - then_s < _TICK_S:
             return snapshot
         return replace(
             snapshot,

@@ -77,8 +77,7 @@ def run_job(
     store = seams.store(output)
     with Signals() as signals:
         try:
-            with signals.interruptible():
-                store.open()
+            store.open()
             with Lease(output), run_log(output):
                 return _Run(loaded, wishes, store, signals, progress, seams).go()
         except StopRun:
@@ -110,14 +109,9 @@ class _Run:
         if self.wishes.fresh:
             clear_output(self.store)
         self.store.clean()
-        with self.signals.interruptible():
-            self.table = self.seams.table(self.spec)
-            scan = self.table.scan(self.spec.input.check)
-            self.form = self._part_format()
-            text = self.seams.text(self.spec, self.table)
-            found = list(self.ledger.published(self.form.schema))
-            self.manifest, is_new = self._manifest(text)
-        num_rows = scan.num_rows if scan.num_rows is not None else self.manifest.num_rows
+        text, scanned_rows, found = self.signals.interruptibly(self._look_around)
+        self.manifest, is_new = self._manifest(text)
+        num_rows = scanned_rows if scanned_rows is not None else self.manifest.num_rows
         self._prepare(found)
         if self._is_finished(num_rows, is_new):
             _LOG.info("nothing to do: %s is complete", self.output)
@@ -139,6 +133,14 @@ class _Run:
         return self._end(loop)
 
     # before the loop
+
+    def _look_around(self) -> tuple[RowText, int | None, list[tuple[Part, bool]]]:
+        """Everything that can be wrong, before anything is written: input, columns, prompts."""
+        self.table = self.seams.table(self.spec)
+        scan = self.table.scan(self.spec.input.check)
+        self.form = self._part_format()
+        text = self.seams.text(self.spec, self.table)
+        return text, scan.num_rows, list(self.ledger.published(self.form.schema))
 
     def _part_format(self) -> PartFormat:
         settings = self.spec.output

@@ -3,22 +3,24 @@
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from types import FrameType, TracebackType
-from typing import Any, Self
+from typing import Any, ParamSpec, Self, TypeVar
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 _EXIT_BASE = 128  # a shell's exit code of a process ended by a signal
 
 
 class StopRun(BaseException):
-    """Raised in the main thread by the first signal, where `Signals.interruptible` allows it."""
+    """Raised in the main thread by the first signal, where `Signals.interruptibly` allows it."""
 
 
 class Signals:
     """Catches both signals inside `with`; without effect outside the main thread.
 
-    `signum` is the first signal that came. An exception is raised only in `interruptible` code,
+    `signum` is the first signal that came. An exception is raised only in interruptible code,
     which holds no lock and has nothing to save; other code looks at `signum`.
     """
 
@@ -45,33 +47,30 @@ class Signals:
     def is_stopping(self) -> bool:
         return self.signum is not None
 
-    @contextmanager
-    def interruptible(self) -> Iterator[None]:
-        """Code that may be left anywhere."""
-        with self._set(True):
-            if self.is_stopping():
+    def interruptibly(self, function: Callable[..., T], *args: Any) -> T:
+        """Calls `function`, which may be left anywhere by a `StopRun`."""
+        before, self._is_interruptible = self._is_interruptible, True
+        try:
+            if self.signum is not None:
                 raise StopRun
-            yield
+            return function(*args)
+        finally:
+            self._is_interruptible = before
 
-    def guarded(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """`function`, called from interruptible code, never left in its middle."""
+    def guarded(self, function: Callable[P, T]) -> Callable[P, T]:
+        """`function` for use in interruptible code, never left in its middle."""
 
-        def call(*args: Any, **kwargs: Any) -> Any:
-            with self._set(False):
+        def call(*args: P.args, **kwargs: P.kwargs) -> T:
+            before, self._is_interruptible = self._is_interruptible, False
+            try:
                 result = function(*args, **kwargs)
-            if self.is_stopping():
+            finally:
+                self._is_interruptible = before
+            if self.signum is not None:
                 raise StopRun
             return result
 
         return call
-
-    @contextmanager
-    def _set(self, value: bool) -> Iterator[None]:
-        before, self._is_interruptible = self._is_interruptible, value
-        try:
-            yield
-        finally:
-            self._is_interruptible = before
 
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
         if self.signum is not None:

@@ -1,0 +1,141 @@
+"""What a run shows while it goes, and what `status` reads from its folder."""
+
+import io
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from scripted import (
+    ScriptedEngine,
+    run_scripted,
+    sample_texts,
+    scripted_seams,
+    scripted_spec,
+    write_rows,
+)
+
+from batchmla.errors import JobError
+from batchmla.jobs.lease import Lease
+from batchmla.jobs.progress import (
+    PlainView,
+    RichView,
+    Snapshot,
+    Ticker,
+    format_s,
+    make_view,
+    progress_path,
+)
+from batchmla.jobs.status import print_status, read_status
+from batchmla.jobs.store import Store
+
+LOOK = Snapshot(
+    at_s=0.0, phase="running", rows=1000, done=250, failed=2, running=30, waiting=4,
+    used_pages=25, total_pages=100, rows_per_s=5.0, tokens_per_s=1234.5,
+)  # fmt: skip
+
+
+def test_a_line_says_everything() -> None:
+    assert LOOK.eta_s == 150
+    line = LOOK.line()
+    for word in ("250/1,000 rows", "2 failed", "1,234 tokens/s", "KV pool 25%", "30 running",
+                 "4 waiting", "2 min left"):  # fmt: skip
+        assert word in line
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(3, "3 s"), (89, "89 s"), (150, "2 min"), (11_100, "3 h 05 min")]
+)
+def test_times_are_short(seconds: float, text: str) -> None:
+    assert format_s(seconds) == text
+
+
+def test_the_plain_view_prints_once_in_ten_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now_s)
+    stream = io.StringIO()
+    view = PlainView(stream)
+    for _ in range(300):  # 30 s, ten looks a second
+        now_s += 0.1
+        view.show(LOOK)
+    assert 2 <= len(stream.getvalue().splitlines()) <= 3
+
+
+def test_the_rich_view_draws_a_table() -> None:
+    stream = io.StringIO()
+    view = RichView(Console(file=stream, force_terminal=True, width=100))
+    view.show(LOOK)
+    view.close()
+    assert "250 / 1,000" in stream.getvalue() and "25%" in stream.getvalue()
+
+
+def test_the_view_follows_the_stream() -> None:
+    assert isinstance(make_view("auto", io.StringIO()), PlainView)
+    assert make_view("off") is None
+
+
+def test_the_heartbeat_has_rates(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    store.open()
+    count = 0
+
+    def look() -> Snapshot:
+        nonlocal count
+        count += 10
+        return Snapshot(
+            at_s=time.time(), phase="running", rows=100, done=count, failed=0,
+            generated_tokens=count * 7,
+        )  # fmt: skip
+
+    ticker = Ticker(look, None, store)
+    ticker.start()
+    time.sleep(1.3)
+    ticker.stop()
+    beat = json.loads(progress_path(tmp_path).read_bytes())
+    assert beat["done"] == count
+    assert beat["rows_per_s"] > 0
+    assert beat["tokens_per_s"] == pytest.approx(7 * beat["rows_per_s"])
+
+
+def shown(output: Path) -> str:
+    stream = io.StringIO()
+    print_status(read_status(output), Console(file=stream, width=120))
+    return stream.getvalue()
+
+
+def test_status_of_a_finished_an_unfinished_and_a_running_job(tmp_path: Path) -> None:
+    texts = sample_texts(250)
+    texts[3] = "bad"
+    source, output = write_rows(tmp_path / "in.parquet", texts), tmp_path / "out"
+    loaded = scripted_spec(source, output)
+    looks: list[Any] = []
+
+    def look(num_done: int) -> None:
+        if num_done == 200:
+            looks.append(read_status(output))
+
+    engine = ScriptedEngine(fail_after=230, on_completion=look)
+    with pytest.raises(RuntimeError):
+        run_scripted(loaded, scripted_seams(engine))
+    assert looks[0].is_running and not looks[0].is_complete
+    status = read_status(output)
+    assert not status.is_running and not status.is_complete
+    assert (status.rows, status.done, status.failed, status.left) == (250, 231, 1, 19)
+    assert "not running" in shown(output) and "231 of 250 done, 1 failed, 19 left" in shown(output)
+    summary = run_scripted(loaded, scripted_seams(ScriptedEngine()))
+    status = read_status(output)
+    assert status.is_complete and status.left == 0 and status.parts == 3
+    assert (status.prompt_tokens, status.content_tokens) == (
+        summary.prompt_tokens,
+        summary.content_tokens,
+    )
+    assert "complete" in shown(output)
+    with Lease(output):
+        assert read_status(output).is_running
+
+
+def test_status_of_any_other_folder_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(JobError, match="not the output folder of a job"):
+        read_status(tmp_path)
