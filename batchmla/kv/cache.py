@@ -1,13 +1,13 @@
 """The tensors behind a `KVLayout`."""
 
-import math
-
 import numpy as np
 import torch
 
-from batchmla.kv.layout import KVLayout
+from batchmla.kv.layout import KVLayout, KVPart
 
 LayerCache = dict[str, torch.Tensor]
+
+ALIGNMENT_BYTES = 64
 
 
 def make_cache(layout: KVLayout, num_pages: int, device: torch.device) -> tuple[LayerCache, ...]:
@@ -17,11 +17,7 @@ def make_cache(layout: KVLayout, num_pages: int, device: torch.device) -> tuple[
     """
     return tuple(
         {
-            part.name: _zeros(
-                (num_pages, layout.page_tokens // part.stride, part.width),
-                getattr(torch, part.dtype),
-                device,
-            )
+            part.name: _make_part(part, num_pages, layout.page_tokens, device)
             for part in layer
             if part.window is None
         }
@@ -29,15 +25,15 @@ def make_cache(layout: KVLayout, num_pages: int, device: torch.device) -> tuple[
     )
 
 
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Zeros; on a CPU the system gives the memory page by page as it is first written.
-
-    torch.zeros writes all of it at once: seconds, and resident memory, for a pool that a short job
-    never fills. The start is aligned to 64 bytes, as torch's own allocations are.
-    """
+def _make_part(
+    part: KVPart, num_pages: int, page_tokens: int, device: torch.device
+) -> torch.Tensor:
+    shape = (num_pages, page_tokens // part.stride, part.width)
+    dtype = getattr(torch, part.dtype)
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    num_bytes = math.prod(shape) * dtype.itemsize
-    room = np.zeros(num_bytes + 64, np.uint8)
-    start = -room.ctypes.data % 64
-    return torch.from_numpy(room[start : start + num_bytes]).view(dtype).view(shape)
+    # numpy takes zeroed memory from the system page by page as it is touched: no slow start.
+    num_bytes = num_pages * (page_tokens // part.stride) * part.row_bytes
+    buffer = np.zeros(num_bytes + ALIGNMENT_BYTES, np.uint8)
+    start = -buffer.ctypes.data % ALIGNMENT_BYTES
+    return torch.from_numpy(buffer[start : start + num_bytes]).view(dtype).view(shape)
