@@ -7,7 +7,6 @@ features of a linear. Activations have the model's dtype unless said otherwise; 
 new tensors except where it says "in place".
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
@@ -48,24 +47,35 @@ class RopeLayout(StrEnum):
 class Group:
     """Sequences that are attended in one call, padded to Q queries and L keys each.
 
-    `rows_N` are the rows of T in this group, in the order (sequence, query); `grid_N` is where they
-    stand in the padded [G*Q] grid, None when the grid has no padding. `pages_GP` holds the pages of
-    the keys, padded with page 0; of their P*B rows the first L count. `bias_GQL` is added to the
-    scores: 0 where a query sees a key, -inf elsewhere; None when every query sees every key, or
-    when `is_causal`: G = 1, Q = L, query i sees keys 0..i. `is_every_row`: rows_N is 0..T-1.
+    Its rows follow each other from `first_row` of the groups' order, sequence by sequence; `grid_N` is where they stand in the padded [G*Q] grid, None when the grid has no
+    padding. `pages_GP` holds the pages of the keys, padded with page 0; of their P*B rows the first
+    L count. `bias_GQL` is added to the scores: 0 where a query sees a key, -inf elsewhere; None
+    when every query sees every key, or when `is_causal`: Q = L, query i sees keys 0..i.
     `first_page` is set when G = 1 and the pages are consecutive ids.
     """
 
     num_sequences: int
     num_queries: int
     num_keys: int
-    rows_N: torch.Tensor
+    first_row: int
     pages_GP: torch.Tensor
     grid_N: torch.Tensor | None = None
     bias_GQL: torch.Tensor | None = None
     is_causal: bool = False
-    is_every_row: bool = False
     first_page: int | None = None
+
+    @property
+    def num_rows(self) -> int:
+        """Rows without padding."""
+        return self.num_sequences * self.num_queries if self.grid_N is None else len(self.grid_N)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Groups:
+    """Groups and the rows of T they cover, in the groups' order; None: all rows as they stand."""
+
+    members: tuple[Group, ...]
+    rows_N: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,9 +107,9 @@ class PackOp(Protocol):
         ...
 
 
-class CopiesOp(Protocol):
-    def __call__(self, kind: PackKind, dtype: torch.dtype) -> float:
-        """Bytes of `pack`'s result as a multiple of the weight's own bytes."""
+class PackedBytesOp(Protocol):
+    def __call__(self, kind: PackKind, shape: tuple[int, ...], dtype: torch.dtype) -> int:
+        """Bytes that `pack` leaves in memory for a weight on a CPU, the original included."""
         ...
 
 
@@ -168,7 +178,7 @@ class GqaOp(Protocol):
         q_THD: torch.Tensor,
         key_PBW: torch.Tensor,
         value_PBW: torch.Tensor,
-        groups: Sequence[Group],
+        groups: Groups,
         scale: float,
     ) -> torch.Tensor:
         """softmax(scale · q kᵀ + bias) v over the cached rows, kv head h·K/H for head h → [T,
@@ -182,8 +192,8 @@ class MlaOp(Protocol):
         q_THD: torch.Tensor,
         cache_PBW: torch.Tensor,
         kv_b: Packed,
-        absorbed: Sequence[Group],
-        expanded: Sequence[Group],
+        absorbed: Groups,
+        expanded: Groups,
         dims: MlaDims,
     ) -> torch.Tensor:
         """Attention over cached latents → [T, H*W]; q is [N ‖ R] a head, rotated.
@@ -252,7 +262,7 @@ class Ops:
 
     name: str
     pack: PackOp
-    copies: CopiesOp
+    packed_bytes: PackedBytesOp
     linear: LinearOp
     norm: NormOp
     add_norm: AddNormOp

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from batchmla.attention.groups import make_groups
-from batchmla.kernels.ops import Group, Ops, RopeLayout
+from batchmla.kernels.ops import Groups, Ops, RopeLayout
 from batchmla.kv.cache import LayerCache
 from batchmla.kv.layout import KVPart
 from batchmla.kv.step import Step
@@ -35,7 +35,7 @@ def parts(
 class GqaPlan:
     """One step's groups and rotations, shared by all layers."""
 
-    groups: tuple[Group, ...]
+    groups: Groups
     cos_TR: torch.Tensor
     sin_TR: torch.Tensor
 

@@ -9,7 +9,7 @@ from itertools import pairwise
 import numpy as np
 import torch
 
-from batchmla.kernels.ops import Group
+from batchmla.kernels.ops import Group, Groups
 from batchmla.kv.step import HostInts, Step
 
 MAX_DECODE_GROUPS = 4
@@ -18,19 +18,25 @@ GROUP_COST_KEYS = (
 )
 
 
-def make_groups(step: Step, sequences: HostInts, dtype: torch.dtype) -> tuple[Group, ...]:
+def make_groups(step: Step, sequences: HostInts, dtype: torch.dtype) -> Groups:
     """Groups that cover `sequences`: those with one query by length, every chunk on its own."""
-    if len(sequences) == 0:
-        return ()
     queries_S = np.diff(step.host_starts_S1)
     decodes = sequences[queries_S[sequences] == 1]
     chunks = sequences[queries_S[sequences] > 1]
-    groups = [
-        _decode_group(step, members, dtype)
-        for members in split_by_length(decodes, step.host_context_S[decodes])
-    ]
-    groups += [_chunk_group(step, int(sequence), dtype) for sequence in chunks]
-    return tuple(groups)
+    members, rows, first_row = [], [np.zeros(0, np.int64)], 0
+    for bucket in split_by_length(decodes, step.host_context_S[decodes]):
+        members.append(_decode_group(step, bucket, first_row, dtype))
+        rows.append(step.host_starts_S1[bucket])
+        first_row += len(bucket)
+    for sequence in chunks:
+        start, end = (int(row) for row in step.host_starts_S1[sequence : sequence + 2])
+        members.append(_chunk_group(step, int(sequence), end - start, first_row, dtype))
+        rows.append(np.arange(start, end))
+        first_row += end - start
+    order = np.concatenate(rows)
+    is_all = len(order) == step.host_starts_S1[-1] and bool((np.diff(order) == 1).all())
+    rows_N = None if is_all else torch.from_numpy(order).to(step.tokens_T.device)
+    return Groups(members=tuple(members), rows_N=rows_N)
 
 
 def split_by_length(sequences: HostInts, lengths: HostInts) -> Sequence[HostInts]:
@@ -68,28 +74,46 @@ def split_by_length(sequences: HostInts, lengths: HostInts) -> Sequence[HostInts
     return [np.sort(sequences[order[first:last]]) for first, last in pairwise(borders)]
 
 
-def _decode_group(step: Step, sequences: HostInts, dtype: torch.dtype) -> Group:
-    device = step.tokens_T.device
+def _decode_group(step: Step, sequences: HostInts, first_row: int, dtype: torch.dtype) -> Group:
     lengths = step.host_context_S[sequences]
     num_keys = int(lengths.max())
     bias = None
     if lengths.min() < num_keys:
         seen_GL = np.arange(num_keys) < lengths[:, None]
-        bias = _bias(torch.from_numpy(seen_GL).to(device)[:, None], dtype)
-    return _group(step, sequences, step.host_starts_S1[sequences], 1, num_keys, bias)
+        bias = _bias(torch.from_numpy(seen_GL).to(step.tokens_T.device)[:, None], dtype)
+    pages_GP, first_page = _pages(step, sequences, num_keys)
+    return Group(
+        num_sequences=len(sequences),
+        num_queries=1,
+        num_keys=num_keys,
+        first_row=first_row,
+        pages_GP=pages_GP,
+        bias_GQL=bias,
+        first_page=first_page,
+    )
 
 
-def _chunk_group(step: Step, sequence: int, dtype: torch.dtype) -> Group:
-    start, end = (int(row) for row in step.host_starts_S1[sequence : sequence + 2])
-    num_queries, num_keys = end - start, int(step.host_context_S[sequence])
+def _chunk_group(
+    step: Step, sequence: int, num_queries: int, first_row: int, dtype: torch.dtype
+) -> Group:
+    num_keys = int(step.host_context_S[sequence])
     bias = None
     if num_keys > num_queries:
         device = step.tokens_T.device
         visible_Q = torch.arange(num_keys - num_queries + 1, num_keys + 1, device=device)
         seen_QL = torch.arange(num_keys, device=device) < visible_Q[:, None]
         bias = _bias(seen_QL[None], dtype)
-    rows = np.arange(start, end)
-    return _group(step, np.array([sequence]), rows, num_queries, num_keys, bias)
+    pages_GP, first_page = _pages(step, np.array([sequence]), num_keys)
+    return Group(
+        num_sequences=1,
+        num_queries=num_queries,
+        num_keys=num_keys,
+        first_row=first_row,
+        pages_GP=pages_GP,
+        bias_GQL=bias,
+        is_causal=bias is None,
+        first_page=first_page,
+    )
 
 
 def _bias(seen_GQL: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -97,33 +121,16 @@ def _bias(seen_GQL: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return bias.masked_fill_(~seen_GQL, float("-inf"))
 
 
-def _group(
-    step: Step,
-    sequences: HostInts,
-    rows: HostInts,
-    num_queries: int,
-    num_keys: int,
-    bias_GQL: torch.Tensor | None,
-) -> Group:
+def _pages(step: Step, sequences: HostInts, num_keys: int) -> tuple[torch.Tensor, int | None]:
+    """[G, P] page ids, and the first of them when one sequence has consecutive ones."""
     device = step.tokens_T.device
     num_pages = -(-num_keys // step.page_tokens)
     if len(sequences) == step.num_sequences:
         pages_GP = step.pages_SP[:, :num_pages]
     else:
         pages_GP = step.pages_SP[torch.from_numpy(sequences).to(device), :num_pages]
-    first_page = None
-    if len(sequences) == 1 and device.type == "cpu":
-        ids = pages_GP[0].numpy()
-        if num_pages == 1 or bool((np.diff(ids) == 1).all()):
-            first_page = int(ids[0])
-    return Group(
-        num_sequences=len(sequences),
-        num_queries=num_queries,
-        num_keys=num_keys,
-        rows_N=torch.from_numpy(rows).to(device),
-        pages_GP=pages_GP,
-        bias_GQL=bias_GQL,
-        is_causal=num_queries > 1 and bias_GQL is None,
-        is_every_row=len(rows) == int(step.host_starts_S1[-1]),
-        first_page=first_page,
-    )
+    if len(sequences) > 1 or device.type != "cpu":
+        return pages_GP, None
+    ids = pages_GP[0].numpy()
+    is_consecutive = num_pages == 1 or bool((np.diff(ids) == 1).all())
+    return pages_GP, int(ids[0]) if is_consecutive else None

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 
 from batchmla.attention.groups import make_groups
-from batchmla.kernels.ops import Group, MlaDims, Ops, PackKind, RopeLayout
+from batchmla.kernels.ops import Groups, MlaDims, Ops, PackKind, RopeLayout
 from batchmla.kv.cache import LayerCache
 from batchmla.kv.layout import KVPart
 from batchmla.kv.step import HostInts, Step
@@ -42,8 +42,8 @@ def parts(latent: int, rope: int, kv_dtype: str) -> tuple[KVPart, ...]:
 class MlaPlan:
     """One step's groups and rotations, shared by all layers."""
 
-    absorbed: tuple[Group, ...]
-    expanded: tuple[Group, ...]
+    absorbed: Groups
+    expanded: Groups
     cos_TR: torch.Tensor
     sin_TR: torch.Tensor
 

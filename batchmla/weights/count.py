@@ -20,14 +20,14 @@ class WeightCount:
 
 def count_weights(model: Block, ops: Ops, dtype: torch.dtype) -> WeightCount:
     """Of this rank; with one rank, of the whole model."""
-    total, active, weights_bytes = 0, 0.0, 0.0
+    total, active, weights_bytes = 0, 0.0, 0
     for _, weight in model.named_weights():
         held = weight.dtype(dtype)
-        copies = ops.copies(weight.kind, held)
+        packed_bytes = ops.packed_bytes(weight.kind, weight.shape, held)
         if weight.tied is None:
             total += weight.numel
             active += weight.numel * weight.active_share
-        elif copies == ops.copies(weight.tied.kind, held) == 1.0:
-            continue  # the same tensor serves both
-        weights_bytes += weight.numel * held.itemsize * copies
-    return WeightCount(total=total, active=round(active), weights_bytes=round(weights_bytes))
+        elif packed_bytes == weight.numel * held.itemsize:
+            continue  # kept as it is: the same tensor serves both
+        weights_bytes += packed_bytes
+    return WeightCount(total=total, active=round(active), weights_bytes=weights_bytes)

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from batchmla.kernels.cpu.linear import one_linear
 from batchmla.kernels.cpu.norm import norm, rope
-from batchmla.kernels.ops import Group, MlaDims, Packed, RopeLayout
+from batchmla.kernels.ops import Group, Groups, MlaDims, Packed, RopeLayout
 
 
 def write(cache_PBW: torch.Tensor, slots_T: torch.Tensor, rows_TW: torch.Tensor) -> None:
@@ -37,15 +37,30 @@ def write_latent(
     write(cache_PBW, slots_T, rows_TX)
 
 
-def _queries(q_THD: torch.Tensor, group: Group) -> torch.Tensor:
+def _ordered(q_THD: torch.Tensor, groups: Groups) -> torch.Tensor:
+    """The rows of all groups in their order."""
+    return q_THD if groups.rows_N is None else q_THD.index_select(0, groups.rows_N)
+
+
+def _grid(q_NHD: torch.Tensor, group: Group) -> torch.Tensor:
     """The group's rows as a padded grid [G, Q, H, D]."""
-    q = q_THD if group.is_every_row else q_THD.index_select(0, group.rows_N)
-    shape = (group.num_sequences, group.num_queries, *q_THD.shape[1:])
+    q = q_NHD[group.first_row : group.first_row + group.num_rows]
+    shape = (group.num_sequences, group.num_queries, *q_NHD.shape[1:])
     if group.grid_N is None:
         return q.view(shape)
     grid = q.new_zeros(shape)
     grid.flatten(0, 1).index_copy_(0, group.grid_N, q)
     return grid
+
+
+def _rows(out_GQHD: torch.Tensor, group: Group) -> torch.Tensor:
+    """The rows [N, H, D] of a padded grid."""
+    out = out_GQHD.flatten(0, 1)
+    return out if group.grid_N is None else out.index_select(0, group.grid_N)
+
+
+def _join(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(tuple(parts))
 
 
 def _keys(cache_PBW: torch.Tensor, group: Group, dtype: torch.dtype) -> torch.Tensor:
@@ -58,16 +73,6 @@ def _keys(cache_PBW: torch.Tensor, group: Group, dtype: torch.dtype) -> torch.Te
         pages = cache_PBW.index_select(0, group.pages_GP.flatten())
     rows_GLW = pages.view(group.num_sequences, -1, width)[:, : group.num_keys]
     return rows_GLW.to(dtype)
-
-
-def _put(out_TX: torch.Tensor | None, rows_XX: torch.Tensor, group: Group) -> torch.Tensor:
-    """Adds a group's result [G*Q, X] to the rows of T it belongs to."""
-    if group.grid_N is not None:
-        rows_XX = rows_XX.index_select(0, group.grid_N)
-    if group.is_every_row:
-        return rows_XX
-    assert out_TX is not None
-    return out_TX.index_copy_(0, group.rows_N, rows_XX)
 
 
 def _attend(
@@ -110,70 +115,78 @@ def gqa(
     q_THD: torch.Tensor,
     key_PBW: torch.Tensor,
     value_PBW: torch.Tensor,
-    groups: Sequence[Group],
+    groups: Groups,
     scale: float,
 ) -> torch.Tensor:
     """Grouped-query attention."""
     head_dim = q_THD.shape[-1]
-    out = None if groups[0].is_every_row else q_THD.new_empty(q_THD.shape[0], q_THD[0].numel())
-    for group in groups:
+    q_NHD, parts = _ordered(q_THD, groups), []
+    for group in groups.members:
         k_GLKD, v_GLKD = (
             keys_GLW.view(*keys_GLW.shape[:2], -1, head_dim)
             for keys_GLW in (_keys(part, group, q_THD.dtype) for part in (key_PBW, value_PBW))
         )
-        result = _attend(_queries(q_THD, group), k_GLKD, v_GLKD, group, scale)
-        out = _put(out, result.flatten(0, 1).flatten(1), group)
-    assert out is not None
-    return out
+        parts.append(_rows(_attend(_grid(q_NHD, group), k_GLKD, v_GLKD, group, scale), group))
+    out_NX = _join(parts).flatten(1)
+    if groups.rows_N is None:
+        return out_NX
+    return torch.empty_like(out_NX).index_copy_(0, groups.rows_N, out_NX)
 
 
 def mla(
     q_THD: torch.Tensor,
     cache_PBW: torch.Tensor,
     kv_b: Packed,
-    absorbed: Sequence[Group],
-    expanded: Sequence[Group],
+    absorbed: Groups,
+    expanded: Groups,
     dims: MlaDims,
 ) -> torch.Tensor:
     """Multi-head latent attention in both forms."""
-    first = absorbed[0] if absorbed else expanded[0]
-    width = dims.heads * dims.value
-    out = None if first.is_every_row else q_THD.new_empty(q_THD.shape[0], width)
-    for group in absorbed:
-        out = _put(out, _absorbed(q_THD, cache_PBW, kv_b, group, dims), group)
-    for group in expanded:
-        out = _put(out, _expanded(q_THD, cache_PBW, kv_b, group, dims), group)
-    assert out is not None
-    return out
+    out_TX: torch.Tensor | None = None
+    for groups, attend in ((absorbed, _absorbed), (expanded, _expanded)):
+        if groups.members:
+            out_NX = attend(_ordered(q_THD, groups), cache_PBW, kv_b, groups, dims)
+            if groups.rows_N is None:
+                return out_NX
+            if out_TX is None:
+                out_TX = out_NX.new_empty(q_THD.shape[0], out_NX.shape[1])
+            out_TX.index_copy_(0, groups.rows_N, out_NX)
+    assert out_TX is not None, "a step without sequences"
+    return out_TX
 
 
 def _absorbed(
-    q_THD: torch.Tensor, cache_PBW: torch.Tensor, kv_b: Packed, group: Group, dims: MlaDims
+    q_NHD: torch.Tensor, cache_PBW: torch.Tensor, kv_b: Packed, groups: Groups, dims: MlaDims
 ) -> torch.Tensor:
-    """All heads read the latent rows themselves; the up-projections move to the query and
-    result."""
+    """All heads read the latent rows themselves; the up-projections move to queries and results."""
     assert kv_b.plain is not None
     up_HXC = kv_b.plain.view(dims.heads, dims.nope + dims.value, dims.latent)
-    q_GQHD = _queries(q_THD, group)
-    q_NHD = q_GQHD.flatten(0, 1)
-    q_HNC = torch.bmm(q_NHD[..., : dims.nope].transpose(0, 1), up_HXC[:, : dims.nope])
+    q_HNX = q_NHD[..., : dims.nope].transpose(0, 1).contiguous()
+    q_HNC = torch.bmm(q_HNX, up_HXC[:, : dims.nope])
     q_NHX = torch.cat((q_HNC.transpose(0, 1), q_NHD[..., dims.nope :]), dim=-1)
-    row_GL1X = _keys(cache_PBW, group, q_THD.dtype)[:, :, None]
-    z_GQHX = _attend(q_NHX.view(*q_GQHD.shape[:3], -1), row_GL1X, row_GL1X, group, dims.scale)
-    z_HNC = z_GQHX.flatten(0, 1)[..., : dims.latent].transpose(0, 1)
+    parts = []
+    for group in groups.members:
+        row_GL1X = _keys(cache_PBW, group, q_NHD.dtype)[:, :, None]
+        z_GQHX = _attend(_grid(q_NHX, group), row_GL1X, row_GL1X, group, dims.scale)
+        parts.append(_rows(z_GQHX[..., : dims.latent], group))
+    z_HNC = _join(parts).transpose(0, 1).contiguous()
     out_HNW = torch.bmm(z_HNC, up_HXC[:, dims.nope :].transpose(1, 2))
     return out_HNW.transpose(0, 1).flatten(1)
 
 
 def _expanded(
-    q_THD: torch.Tensor, cache_PBW: torch.Tensor, kv_b: Packed, group: Group, dims: MlaDims
+    q_NHD: torch.Tensor, cache_PBW: torch.Tensor, kv_b: Packed, groups: Groups, dims: MlaDims
 ) -> torch.Tensor:
     """Keys and values of every head are made from the latent rows, used once and dropped."""
-    row_GLX = _keys(cache_PBW, group, q_THD.dtype)
-    kv_XX = one_linear(row_GLX[..., : dims.latent].flatten(0, 1), kv_b, 0)
-    kv_GLHX = kv_XX.view(*row_GLX.shape[:2], dims.heads, dims.nope + dims.value)
-    pe_GLHR = row_GLX[:, :, None, dims.latent :].expand(-1, -1, dims.heads, -1)
-    k_GLHD = torch.cat((kv_GLHX[..., : dims.nope], pe_GLHR), dim=-1)
-    v_GLHD = F.pad(kv_GLHX[..., dims.nope :], (0, max(0, dims.nope + dims.rope - dims.value)))
-    out_GQHD = _attend(_queries(q_THD, group), k_GLHD, v_GLHD, group, dims.scale)
-    return out_GQHD[..., : dims.value].flatten(0, 1).flatten(1)
+    parts = []
+    for group in groups.members:
+        row_GLX = _keys(cache_PBW, group, q_NHD.dtype)
+        kv_XX = one_linear(row_GLX[..., : dims.latent].flatten(0, 1), kv_b, 0)
+        kv_GLHX = kv_XX.view(*row_GLX.shape[:2], dims.heads, dims.nope + dims.value)
+        pe_GLHR = row_GLX[:, :, None, dims.latent :].expand(-1, -1, dims.heads, -1)
+        k_GLHD = torch.cat((kv_GLHX[..., : dims.nope], pe_GLHR), dim=-1)
+        pad = max(0, dims.nope + dims.rope - dims.value)
+        v_GLHD = F.pad(kv_GLHX[..., dims.nope :], (0, pad))
+        out_GQHD = _attend(_grid(q_NHD, group), k_GLHD, v_GLHD, group, dims.scale)
+        parts.append(_rows(out_GQHD[..., : dims.value], group))
+    return _join(parts).flatten(1)

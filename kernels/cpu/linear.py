@@ -5,6 +5,7 @@ fail the probe, plain torch linears take their place and one log line says so.
 """
 
 import logging
+import math
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from batchmla.kernels.ops import Packed, PackKind
 
 logger = logging.getLogger(__name__)
 
+SMALL_EXPERT = 32_768  # M*F up to which all experts at once beat a loop (8 experts, 16-256 rows)
 LAYOUT_ROWS = 256  # row count the layout is chosen for; measured fit for 1 to 512 rows
 
 
@@ -29,7 +31,7 @@ class Linears:
         weight_OI = torch.linspace(-1, 1, 64 * 32).view(64, 32).to(torch.bfloat16)
         x_TI = torch.linspace(-1, 1, 3 * 32).view(3, 32).to(torch.bfloat16)
         try:
-            laid_out = torch.ops.mkldnn._reorder_linear_weight(weight_OI, LAYOUT_ROWS)
+            laid_out = _reorder(weight_OI)
             y_TO = torch.ops.mkldnn._linear_pointwise(x_TI, laid_out, None, "none", [], "")
         except (AttributeError, RuntimeError) as error:
             reason = str(error).partition("\n")[0]
@@ -50,26 +52,36 @@ class Linears:
             and kind is not PackKind.PLAIN
         )
 
-    def copies(self, kind: PackKind, dtype: torch.dtype) -> float:
-        """Logits weights are held in float32, latent ones plain and laid out."""
+    def packed_bytes(self, kind: PackKind, shape: tuple[int, ...], dtype: torch.dtype) -> int:
+        """Logits weights are float32; latent ones plain and laid out; small experts in two forms."""
+        count = math.prod(shape)
         if kind is PackKind.LOGITS:
-            return 4 / dtype.itemsize
-        is_double = kind is PackKind.LATENT and self._can_prepack and dtype == torch.bfloat16
-        return 2.0 if is_double else 1.0
+            return 4 * count
+        is_twice = (
+            kind is PackKind.LATENT
+            if kind not in (PackKind.EXPERTS_UP, PackKind.EXPERTS_DOWN)
+            else is_small(kind, shape)
+        )
+        is_laid_out = self._prepacks(kind, dtype, torch.device("cpu"))
+        return count * dtype.itemsize * (2 if is_twice and is_laid_out else 1)
 
     def pack(self, kind: PackKind, weight: torch.Tensor) -> Packed:
-        """Experts become one laid-out weight each; a latent weight keeps its plain form too."""
+        """Experts become one laid-out weight each; a latent weight keeps its plain form too.
+
+        Small experts have one more weight, that of all of them side by side.
+        """
         shape = tuple(weight.shape)
         if kind is PackKind.LOGITS:
             return self._pack_logits(weight)
         if not self._prepacks(kind, weight.dtype, weight.device):
             return Packed(kind, shape, plain=weight)
-        reorder = torch.ops.mkldnn._reorder_linear_weight
         if kind in (PackKind.EXPERTS_UP, PackKind.EXPERTS_DOWN):
-            laid_out = tuple(reorder(one_OI.contiguous(), LAYOUT_ROWS) for one_OI in weight)
+            laid_out = tuple(_reorder(one_OI) for one_OI in weight)
+            if is_small(kind, shape):
+                laid_out += (_reorder(side_by_side(kind, weight)),)
             return Packed(kind, shape, laid_out=laid_out)
         plain = weight if kind is PackKind.LATENT else None
-        return Packed(kind, shape, plain, (reorder(weight.contiguous(), LAYOUT_ROWS),))
+        return Packed(kind, shape, plain, (_reorder(weight),))
 
     def _pack_logits(self, weight_VM: torch.Tensor) -> Packed:
         """float32, so that the sums leave the product unrounded; products of bfloat16 stay
@@ -79,7 +91,7 @@ class Linears:
         if not self._prepacks(PackKind.LOGITS, weight_VM.dtype, weight_VM.device):
             return Packed(PackKind.LOGITS, shape, plain=wide_VM)
         with _Bfloat16Products():
-            laid_out = torch.ops.mkldnn._reorder_linear_weight(wide_VM, LAYOUT_ROWS)
+            laid_out = _reorder(wide_VM)
         return Packed(PackKind.LOGITS, shape, laid_out=(laid_out,))
 
     def linear(
@@ -92,6 +104,28 @@ class Linears:
                 with _Bfloat16Products():
                     return one_linear(x_TI, weight, 0, bias_O)
         return one_linear(x_TI, weight, 0, bias_O)
+
+
+def _reorder(weight_OI: torch.Tensor) -> torch.Tensor:
+    """oneDNN's own layout of a weight."""
+    laid_out: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(
+        weight_OI.contiguous(), LAYOUT_ROWS
+    )
+    return laid_out
+
+
+def is_small(kind: PackKind, shape: tuple[int, ...]) -> bool:
+    """Whether one product over all experts can beat a loop over them, by one expert's size."""
+    _, rows, columns = shape
+    count = rows * columns // (2 if kind is PackKind.EXPERTS_UP else 1)
+    return count <= SMALL_EXPERT
+
+
+def side_by_side(kind: PackKind, weight: torch.Tensor) -> torch.Tensor:
+    """[2*E*F, M], all gates first, or [M, E*F]: the experts of a layer as one MLP."""
+    if kind is PackKind.EXPERTS_UP:
+        return torch.cat([half.flatten(0, 1) for half in weight.chunk(2, dim=1)])
+    return weight.transpose(0, 1).flatten(1)
 
 
 def one_linear(

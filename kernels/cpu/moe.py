@@ -6,6 +6,8 @@ import torch.nn.functional as F
 from batchmla.kernels.cpu.linear import act_mul, one_linear
 from batchmla.kernels.ops import Packed, RouterDims
 
+MAX_ROWS_AT_ONCE = 256  # beyond, the products of experts that were not chosen cost more than a loop
+
 
 def route(
     x_TM: torch.Tensor, weight_EM: torch.Tensor, bias_E: torch.Tensor, dims: RouterDims
@@ -33,19 +35,52 @@ def experts(
     up: Packed,
     down: Packed,
 ) -> torch.Tensor:
-    """A loop over the experts that received tokens."""
-    num_experts, num_active = up.shape[0], ids_TA.shape[1]
+    """Small experts all at once for up to 256 rows, else each over the tokens it received."""
+    num_experts = up.shape[0]
+    if len(up.laid_out) > num_experts and x_TM.shape[0] <= MAX_ROWS_AT_ONCE:
+        return _at_once(x_TM, weights_TA, ids_TA, up, down)
     flat_X, order_X = ids_TA.flatten().sort()
-    ends = torch.searchsorted(flat_X, torch.arange(num_experts, device=flat_X.device), right=True)
-    token_X = order_X // num_active
-    weight_X1 = weights_TA.flatten()[order_X, None]
+    token_X = order_X // ids_TA.shape[1]
     sorted_XM = x_TM.index_select(0, token_X)
+    ends_E = torch.searchsorted(
+        flat_X, torch.arange(num_experts, device=flat_X.device), right=True, out_int32=True
+    )
+    each = _prepacked if up.laid_out else _grouped
+    out_XM = each(sorted_XM, ends_E, up, down).float().mul_(weights_TA.flatten()[order_X, None])
+    out_TM = torch.zeros(x_TM.shape, dtype=torch.float32, device=x_TM.device)
+    return out_TM.index_add_(0, token_X, out_XM).to(x_TM.dtype)
+
+
+def _at_once(
+    x_TM: torch.Tensor, weights_TA: torch.Tensor, ids_TA: torch.Tensor, up: Packed, down: Packed
+) -> torch.Tensor:
+    """One MLP of E*F features; those of experts that were not chosen are weighted by 0."""
+    num_experts, num_tokens = up.shape[0], x_TM.shape[0]
+    hidden_TX = act_mul(one_linear(x_TM, up, num_experts))
+    weights_TE = torch.zeros(num_tokens, num_experts, dtype=weights_TA.dtype, device=x_TM.device)
+    weights_TE.scatter_(1, ids_TA, weights_TA)
+    hidden_TEF = hidden_TX.view(num_tokens, num_experts, -1)
+    hidden_TEF.mul_(weights_TE.to(x_TM.dtype)[:, :, None])
+    return one_linear(hidden_TX, down, num_experts)
+
+
+def _prepacked(
+    sorted_XM: torch.Tensor, ends_E: torch.Tensor, up: Packed, down: Packed
+) -> torch.Tensor:
+    """A loop over the experts that received tokens."""
     parts, start = [], 0
-    for expert, end in enumerate(ends.tolist()):
+    for expert, end in enumerate(ends_E.tolist()):
         if end > start:
             hidden_XF = act_mul(one_linear(sorted_XM[start:end], up, expert))
             parts.append(one_linear(hidden_XF, down, expert))
         start = end
-    out_XM = torch.cat(parts).float().mul_(weight_X1)
-    out_TM = torch.zeros(x_TM.shape, dtype=torch.float32, device=x_TM.device)
-    return out_TM.index_add_(0, token_X, out_XM).to(x_TM.dtype)
+    return torch.cat(parts)
+
+
+def _grouped(
+    sorted_XM: torch.Tensor, ends_E: torch.Tensor, up: Packed, down: Packed
+) -> torch.Tensor:
+    """torch's grouped product over plain weights."""
+    assert up.plain is not None and down.plain is not None
+    hidden_XF = act_mul(F.grouped_mm(sorted_XM, up.plain.transpose(1, 2), offs=ends_E))
+    return F.grouped_mm(hidden_XF, down.plain.transpose(1, 2), offs=ends_E)

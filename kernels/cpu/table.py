@@ -14,7 +14,7 @@ def make_ops() -> Ops:
     return Ops(
         name="cpu",
         pack=linears.pack,
-        copies=linears.copies,
+        packed_bytes=linears.packed_bytes,
         linear=linears.linear,
         norm=norm,
         add_norm=add_norm,

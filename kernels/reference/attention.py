@@ -1,10 +1,10 @@
 """Attention over the paged cache, one sequence at a time. Shapes: see `batchmla.kernels.ops`."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 
-from batchmla.kernels.ops import Group, MlaDims, Packed, RopeLayout
+from batchmla.kernels.ops import Groups, MlaDims, Packed, RopeLayout
 from batchmla.kernels.reference.linear import plain
 from batchmla.kernels.reference.norm import norm, rope
 
@@ -34,24 +34,25 @@ def write_latent(
 
 
 def _sequences(
-    group: Group, cache_PBW: torch.Tensor
+    groups: Groups, cache_PBW: torch.Tensor
 ) -> Iterator[tuple[list[int], torch.Tensor, torch.Tensor]]:
-    """Per sequence: its rows of T, its cached rows [L, W], and which of them each query sees [Q,
-    L]."""
-    grid = range(len(group.rows_N)) if group.grid_N is None else group.grid_N.tolist()
-    rows = group.rows_N.tolist()
-    for index in range(group.num_sequences):
-        first = index * group.num_queries
-        here = [(row, at - first) for row, at in zip(rows, grid, strict=True)]
-        here = [(row, query) for row, query in here if 0 <= query < group.num_queries]
-        seen_QL = torch.ones(group.num_queries, group.num_keys, dtype=torch.bool)
-        if group.is_causal:
-            seen_QL = seen_QL.tril()
-        elif group.bias_GQL is not None:
-            seen_QL = group.bias_GQL[index].cpu() == 0
-        queries = torch.tensor([query for _, query in here])
-        row_LW = cache_PBW[group.pages_GP[index]].flatten(0, 1)[: group.num_keys]
-        yield [row for row, _ in here], row_LW, seen_QL[queries]
+    """Per sequence: its rows of T, its cached rows [L, W], and which of them each query sees
+    [Q, L]."""
+    for group in groups.members:
+        order = range(group.first_row, group.first_row + group.num_rows)
+        rows = list(order) if groups.rows_N is None else groups.rows_N[order].tolist()
+        grid = range(group.num_rows) if group.grid_N is None else group.grid_N.tolist()
+        for index in range(group.num_sequences):
+            first = index * group.num_queries
+            places = range(first, first + group.num_queries)
+            here = [(row, at - first) for row, at in zip(rows, grid, strict=True) if at in places]
+            seen_QL = torch.ones(group.num_queries, group.num_keys, dtype=torch.bool)
+            if group.is_causal:
+                seen_QL = seen_QL.tril()
+            elif group.bias_GQL is not None:
+                seen_QL = group.bias_GQL[index].cpu() == 0
+            row_LW = cache_PBW[group.pages_GP[index]].flatten(0, 1)[: group.num_keys]
+            yield [row for row, _ in here], row_LW, seen_QL[[query for _, query in here]]
 
 
 def _attend(
@@ -73,7 +74,7 @@ def gqa(
     q_THD: torch.Tensor,
     key_PBW: torch.Tensor,
     value_PBW: torch.Tensor,
-    groups: Sequence[Group],
+    groups: Groups,
     scale: float,
 ) -> torch.Tensor:
     """Grouped-query attention (Ainslie et al. 2023)."""
@@ -81,16 +82,15 @@ def gqa(
     num_kv_heads = key_PBW.shape[-1] // head_dim
     out_THD = torch.empty_like(q_THD)
     both = torch.cat((key_PBW, value_PBW), dim=-1)
-    for group in groups:
-        for rows, row_LX, seen_QL in _sequences(group, both):
-            k_LHD, v_LHD = (
-                half.float()
-                .reshape(-1, num_kv_heads, head_dim)
-                .repeat_interleave(num_heads // num_kv_heads, dim=1)
-                for half in row_LX.chunk(2, dim=1)
-            )
-            out = _attend(q_THD[rows].float(), k_LHD, v_LHD, seen_QL, scale)
-            out_THD[rows] = out.to(q_THD.dtype)
+    for rows, row_LX, seen_QL in _sequences(groups, both):
+        k_LHD, v_LHD = (
+            half.float()
+            .reshape(-1, num_kv_heads, head_dim)
+            .repeat_interleave(num_heads // num_kv_heads, dim=1)
+            for half in row_LX.chunk(2, dim=1)
+        )
+        out = _attend(q_THD[rows].float(), k_LHD, v_LHD, seen_QL, scale)
+        out_THD[rows] = out.to(q_THD.dtype)
     return out_THD.flatten(1)
 
 
@@ -98,8 +98,8 @@ def mla(
     q_THD: torch.Tensor,
     cache_PBW: torch.Tensor,
     kv_b: Packed,
-    absorbed: Sequence[Group],
-    expanded: Sequence[Group],
+    absorbed: Groups,
+    expanded: Groups,
     dims: MlaDims,
 ) -> torch.Tensor:
     """Multi-head latent attention (DeepSeek-V2 report, eq. 9-19 and appendix C)."""
@@ -107,21 +107,20 @@ def mla(
     uk_HNC, uv_HWC = up_HXC[:, : dims.nope], up_HXC[:, dims.nope :]
     out_THW = q_THD.new_empty(q_THD.shape[0], dims.heads, dims.value)
     for is_absorbed, groups in ((True, absorbed), (False, expanded)):
-        for group in groups:
-            for rows, cached_LX, seen_QL in _sequences(group, cache_PBW):
-                q_QHD, row_LX = q_THD[rows].float(), cached_LX.float()
-                latent_LC, pe_LR = row_LX[:, : dims.latent], row_LX[:, dims.latent :]
-                if is_absorbed:
-                    q_QHC = torch.einsum("qhn,hnc->qhc", q_QHD[..., : dims.nope], uk_HNC)
-                    q_QHX = torch.cat((q_QHC, q_QHD[..., dims.nope :]), dim=-1)
-                    k_LHX = row_LX[:, None].expand(-1, dims.heads, -1)
-                    z_QHC = _attend(q_QHX, k_LHX, k_LHX[..., : dims.latent], seen_QL, dims.scale)
-                    out = torch.einsum("qhc,hwc->qhw", z_QHC, uv_HWC)
-                else:
-                    k_LHN = torch.einsum("lc,hnc->lhn", latent_LC, uk_HNC)
-                    v_LHW = torch.einsum("lc,hwc->lhw", latent_LC, uv_HWC)
-                    pe_LHR = pe_LR[:, None].expand(-1, dims.heads, -1)
-                    k_LHD = torch.cat((k_LHN, pe_LHR), dim=-1)
-                    out = _attend(q_QHD, k_LHD, v_LHW, seen_QL, dims.scale)
-                out_THW[rows] = out.to(q_THD.dtype)
+        for rows, cached_LX, seen_QL in _sequences(groups, cache_PBW):
+            q_QHD, row_LX = q_THD[rows].float(), cached_LX.float()
+            latent_LC, pe_LR = row_LX[:, : dims.latent], row_LX[:, dims.latent :]
+            if is_absorbed:
+                q_QHC = torch.einsum("qhn,hnc->qhc", q_QHD[..., : dims.nope], uk_HNC)
+                q_QHX = torch.cat((q_QHC, q_QHD[..., dims.nope :]), dim=-1)
+                k_LHX = row_LX[:, None].expand(-1, dims.heads, -1)
+                z_QHC = _attend(q_QHX, k_LHX, k_LHX[..., : dims.latent], seen_QL, dims.scale)
+                out = torch.einsum("qhc,hwc->qhw", z_QHC, uv_HWC)
+            else:
+                k_LHN = torch.einsum("lc,hnc->lhn", latent_LC, uk_HNC)
+                v_LHW = torch.einsum("lc,hwc->lhw", latent_LC, uv_HWC)
+                pe_LHR = pe_LR[:, None].expand(-1, dims.heads, -1)
+                k_LHD = torch.cat((k_LHN, pe_LHR), dim=-1)
+                out = _attend(q_QHD, k_LHD, v_LHW, seen_QL, dims.scale)
+            out_THW[rows] = out.to(q_THD.dtype)
     return out_THW.flatten(1)

@@ -1,5 +1,7 @@
 """Linears, embeddings and gates, as formulas. Shapes: see `batchmla.kernels.ops`."""
 
+import math
+
 import torch
 
 from batchmla.kernels.ops import Packed, PackKind
@@ -10,9 +12,9 @@ def pack(kind: PackKind, weight: torch.Tensor) -> Packed:
     return Packed(kind, tuple(weight.shape), plain=weight)
 
 
-def copies(kind: PackKind, dtype: torch.dtype) -> float:
+def packed_bytes(kind: PackKind, shape: tuple[int, ...], dtype: torch.dtype) -> int:
     """Nothing is laid out anew."""
-    return 1.0
+    return math.prod(shape) * dtype.itemsize
 
 
 def plain(weight: Packed) -> torch.Tensor:

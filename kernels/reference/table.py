@@ -2,7 +2,7 @@
 
 from batchmla.kernels.ops import Ops
 from batchmla.kernels.reference.attention import gqa, mla, write, write_latent
-from batchmla.kernels.reference.linear import act_mul, copies, linear, pack
+from batchmla.kernels.reference.linear import act_mul, linear, pack, packed_bytes
 from batchmla.kernels.reference.moe import experts, route
 from batchmla.kernels.reference.norm import add_norm, norm, rope
 from batchmla.kernels.reference.sample import sample
@@ -13,7 +13,7 @@ def make_ops() -> Ops:
     return Ops(
         name="reference",
         pack=pack,
-        copies=copies,
+        packed_bytes=packed_bytes,
         linear=linear,
         norm=norm,
         add_norm=add_norm,
