@@ -150,6 +150,17 @@ def _input_changes(old: Mapping[str, str], new: Mapping[str, str]) -> list[str]:
     return found[:_LISTED_FILES] + (more if len(found) > _LISTED_FILES else [])
 
 
+def _moved_files(old: Mapping[str, str], new: Mapping[str, str]) -> list[str]:
+    """Old files whose change moves the rows of others: all but the last one, and its place."""
+    moved = [name for name in list(old)[:-1] if new.get(name) != old[name]]
+    moved += [name for name in list(old)[-1:] if _place(new.get(name)) != _place(old[name])]
+    return moved
+
+
+def _place(described: str | None) -> str | None:
+    return None if described is None else described.partition(",")[0]
+
+
 def settle(
     old: Manifest | None, new: Manifest, *, output: Path, is_accepted: bool
 ) -> tuple[Manifest, bool]:
@@ -169,6 +180,13 @@ def settle(
         kept = replace(new, job_id=old.job_id, created_s=created_s, earlier=old.earlier)
         kept = replace(kept, num_rows=num_rows)
         return kept, plain(asdict(kept)) != plain(asdict(old))
+    moved = _moved_files(old.input, new.input)
+    if moved:
+        raise JobError(
+            f"{output}: input file {moved[0]} was changed, moved or taken away; finished rows are "
+            f"known by their place in the input, so only the last file may change and files may "
+            f"follow: start over with --fresh, or choose another output.path"
+        )
     if not is_accepted:
         listed = "\n  ".join(changed)
         raise JobError(

@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from scripted import (
 
 from batchmla.errors import DeviceError, JobError, StorageError
 from batchmla.jobs.lease import Lease
+from batchmla.jobs.read import open_input
 from batchmla.jobs.seams import LoadedEngine, Seams
 from batchmla.jobs.store import Store
 from batchmla.jobs.summary import read_summary
@@ -244,6 +246,56 @@ def test_another_prompt_or_input_is_refused_and_a_free_field_is_not(job: Job) ->
     write_rows(job.source, sample_texts(360))
     with pytest.raises(JobError, match=r"in\.parquet"):
         job.run(None)
+
+
+def real_input(engine: ScriptedEngine | None) -> Seams:
+    """The scripted seams over the real reader."""
+    seams = scripted_seams(engine)
+    return replace(
+        seams, table=lambda spec: open_input(spec.input, malformed=spec.errors.malformed)
+    )
+
+
+def test_files_that_follow_are_picked_up_and_others_refused(tmp_path: Path) -> None:
+    folder, output = tmp_path / "in", tmp_path / "out"
+    folder.mkdir()
+    loaded = scripted_spec(folder, output)
+    write_rows(folder / "b.parquet", sample_texts(130))
+    assert run_scripted(loaded, real_input(ScriptedEngine())).exit_code == 0
+    before = ds.dataset(output).to_table().to_pylist()
+    write_rows(folder / "c.parquet", ["one more", "and another"])
+    engine = ScriptedEngine()
+    summary = run_scripted(loaded, real_input(engine))
+    assert (summary.exit_code, summary.rows, sorted(engine.seen)) == (0, 132, [130, 131])
+    after = ds.dataset(output).to_table().to_pylist()
+    assert after[:130] == before and [row["text"] for row in after[130:]] == [
+        "one more",
+        "and another",
+    ]
+    assert after[131]["row_id"] == "c.parquet:1"
+    write_rows(folder / "c.parquet", ["one more", "and another", "and a third"])
+    with pytest.raises(JobError, match=r"c\.parquet"):
+        run_scripted(loaded, real_input(None))
+    summary = run_scripted(loaded, real_input(ScriptedEngine()), accept_changes=True)
+    assert summary.rows_this_run == 1 and len(ds.dataset(output).to_table()) == 133
+    write_rows(folder / "a.parquet", ["comes first"])
+    for wishes in ({}, {"accept_changes": True}):
+        with pytest.raises(JobError, match=r"b\.parquet.*--fresh"):
+            run_scripted(loaded, real_input(None), **wishes)
+
+
+def test_jsonl_with_a_malformed_row_ends_or_becomes_an_error_row(tmp_path: Path) -> None:
+    source, output = tmp_path / "in.jsonl", tmp_path / "out"
+    lines = [json.dumps({"doc": f"d{i}", "text": f"text {i}"}) for i in range(30)]
+    lines[20] = '{"doc": "d20", "te'
+    source.write_text("\n".join(lines))
+    with pytest.raises(JobError, match=r"jsonl:21: not valid JSON"):
+        run_scripted(scripted_spec(source, output), real_input(None))
+    loaded = scripted_spec(source, output, errors={"malformed": "row", "max": 1})
+    assert run_scripted(loaded, real_input(ScriptedEngine())).exit_code == 0
+    rows = ds.dataset(output).to_table().to_pylist()
+    assert len(rows) == 30 and [row["row_id"] for row in rows if row["error"]] == ["in.jsonl:20"]
+    assert run_scripted(loaded, real_input(None)).exit_code == 0
 
 
 def test_other_columns_are_refused_even_when_changes_are_accepted(job: Job) -> None:

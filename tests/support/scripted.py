@@ -22,6 +22,7 @@ from batchmla.core import (
     PromptSource,
     SamplingParams,
 )
+from batchmla.errors import JobError
 from batchmla.jobs.journal import Pace
 from batchmla.jobs.row import Row
 from batchmla.jobs.rowtext import Answer
@@ -183,8 +184,6 @@ class ScriptedTable:
     def rows(
         self, start: int, limit: int | None, columns: Sequence[str] | None = None
     ) -> Iterator[list[Row]]:
-        from batchmla.errors import JobError
-
         for batch, first in self._batches(start):
             names, texts = batch.column("doc").to_pylist(), batch.column("text").to_pylist()
             rows = []
@@ -216,10 +215,9 @@ class ScriptedTable:
                 yield batch.slice(skipped), first + skipped
             first += batch.num_rows
 
-    def fingerprint(self) -> Any:
+    def fingerprint(self) -> Mapping[str, str]:
         stat = os.stat(self._path)
-        entry = {"name": self._path.name, "size_bytes": stat.st_size, "digest": stat.st_mtime_ns}
-        return {"files": [entry]}
+        return {self._path.name: f"file 1, {stat.st_size} bytes, at {stat.st_mtime_ns}"}
 
 
 def write_rows(path: Path, texts: Sequence[str]) -> Path:
