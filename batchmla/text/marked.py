@@ -29,11 +29,12 @@ class MarkedText:
         offset = 0
         for part in parts:
             if isinstance(part, MarkedText):
-                for start, end in part.spans:
-                    spans.append((start + offset, end + offset))
-                part = part.text
-            texts.append(part)
-            offset += len(part)
+                text = part.text
+                spans += [(start + offset, end + offset) for start, end in part.spans]
+            else:
+                text = part
+            texts.append(text)
+            offset += len(text)
         return cls("".join(texts), tuple(spans))
 
     def cut(self, start: int, end: int) -> "MarkedText":
@@ -47,6 +48,10 @@ class MarkedText:
         if start == 0 and end == len(self.text):
             return self
         return self.cut(start, max(start, end))
+
+    def unmarked(self) -> tuple[str, ...]:
+        """The texts of the maximal runs that are not row text."""
+        return tuple(self.text[start:end] for start, end, is_row in self.runs() if not is_row)
 
     def runs(self) -> Iterator[tuple[int, int, bool]]:
         """(start, end, is row text) of every maximal run, in order, together the whole text."""

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from itertools import accumulate
 
+import numpy as np
+
 from batchmla.core import Completion, FinishReason, TokenIds
 from batchmla.text.decode import as_text
 from batchmla.text.formats.format import Format
@@ -91,8 +93,7 @@ class Reasoner:
         if not self.has_markers:
             return False
         if self.are_markers_tokens:
-            ids = prompt_ids.tolist()
-            return _rfind(ids, self.start_ids) > _rfind(ids, self.end_ids)
+            return _rfind(prompt_ids, self.start_ids) > _rfind(prompt_ids, self.end_ids)
         tail = b""
         for token_id in reversed(prompt_ids.tolist()):
             tail = self._tokenizer.token_bytes(token_id) + tail
@@ -221,9 +222,8 @@ def _find(ids: Sequence[int], wanted: Sequence[int], at: int) -> int:
     return -1
 
 
-def _rfind(ids: Sequence[int], wanted: Sequence[int]) -> int:
-    size = len(wanted)
-    for n in range(len(ids) - size, -1, -1):
-        if ids[n] == wanted[0] and tuple(ids[n : n + size]) == tuple(wanted):
-            return n
+def _rfind(ids: TokenIds, wanted: Sequence[int]) -> int:
+    for start in np.flatnonzero(ids == wanted[0])[::-1].tolist():
+        if tuple(ids[start : start + len(wanted)].tolist()) == tuple(wanted):
+            return int(start)
     return -1

@@ -29,6 +29,7 @@ from batchmla.text.tracked import TrackedText, Watch
 
 _PRIVATE_USE = (range(0xE000, 0xF900), range(0xF0000, 0xFFFFE), range(0x100000, 0x10FFFE))
 
+_MAX_PROVEN = 4096
 _FAILURES = (TypeError, ValueError, LookupError, ArithmeticError, AttributeError, RecursionError)
 
 
@@ -193,6 +194,8 @@ class MarkedTemplate:
             raise TemplateFault(f"line {fault.lineno}: {fault.message}") from None
         self.source = source
         self._control = control
+        # The unmarked text of outputs whose control strings are known to be the template's own.
+        self._proven: set[tuple[str, ...]] = set()
 
     @property
     def names(self) -> frozenset[str]:
@@ -223,6 +226,8 @@ class MarkedTemplate:
     def render(self, values: Mapping[str, Any]) -> MarkedText:
         """The output for `values`, whose row text are `MarkedText`s at any depth."""
         tracked = self._run(_replaced(values, None))
+        if tracked.unmarked() in self._proven:
+            return tracked
         dangers = {
             leaf.text[a + start : b + start]
             for leaf in _leaves(values, MarkedText)
@@ -234,6 +239,8 @@ class MarkedTemplate:
         safe = self._run_with_stand_ins(values, dangers)
         allowed = [match.token.token_id for match in self._control.in_template(safe)]
         if [match.token.token_id for match in self._control.in_template(tracked)] == allowed:
+            if len(self._proven) < _MAX_PROVEN:
+                self._proven.add(tracked.unmarked())
             return tracked
         return safe
 

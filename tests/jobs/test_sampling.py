@@ -102,5 +102,5 @@ def test_generation_config_files(tmp_path):
     assert read_generation_config(tmp_path) == {"top_k": 3}
     for broken in ("{", "[]"):
         file.write_text(broken)
-        with pytest.raises(JobError, match="generation_config.json"):
+        with pytest.raises(JobError, match=r"generation_config\.json"):
             read_generation_config(tmp_path)
