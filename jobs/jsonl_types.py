@@ -56,6 +56,7 @@ _NAN = Kind(KindName.NAN)
 _BOOL = Kind(KindName.BOOL)
 _FLOAT = Kind(KindName.FLOAT)
 _TEXT = Kind(KindName.TEXT)
+_UINT = Kind(KindName.INT, 0, 2**64 - 1)
 
 
 def kind_of(value: Any, depth: int = 0) -> Kind:
@@ -125,9 +126,8 @@ def settle(kind: Kind) -> Kind:
     if is_mixed(kind):
         return JSON
     if kind.name is KindName.INT:
-        if kind.low >= -(2**63) and kind.high < 2**63:
-            return Kind(KindName.INT, -(2**63), 2**63 - 1)
-        return Kind(KindName.INT, 0, 2**64 - 1) if kind.low >= 0 and kind.high < 2**64 else JSON
+        is_signed = kind.low >= -(2**63) and kind.high < 2**63
+        return Kind(KindName.INT, -(2**63), 2**63 - 1) if is_signed else _UINT
     if kind.name is KindName.LIST:
         return replace(kind, item=settle(kind.item or NULL))
     if kind.name is KindName.STRUCT and kind.fields:
@@ -138,7 +138,9 @@ def settle(kind: Kind) -> Kind:
 
 
 def is_mixed(kind: Kind) -> bool:
-    """Whether values of different types met anywhere in it."""
+    """Whether values met anywhere in it that no type but text holds, such as 1 and "1" or 2^64."""
+    if kind.name is KindName.INT:
+        return kind.high >= 2**64 or kind.low < (0 if kind.high >= 2**63 else -(2**63))
     if kind.name is KindName.LIST and kind.item is not None:
         return is_mixed(kind.item)
     return kind.name is KindName.JSON or any(is_mixed(one) for _, one in kind.fields)

@@ -4,6 +4,8 @@ It reads Parquet and JSONL from local disks in constant memory; per row it keeps
 """
 
 import hashlib
+import logging
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -19,6 +21,8 @@ from batchmla.jobs.row import Row
 from batchmla.jobs.settings import InputSettings
 from batchmla.jobs.source import Faults, RowBatch, Scan, Source
 from batchmla.jobs.wording import nearest
+
+logger = logging.getLogger(__name__)
 
 __all__ = ["InputFile", "InputTable", "PreScan", "open_input"]
 
@@ -137,7 +141,10 @@ class InputTable:
         if self._scanned is not None and self._scan_mode in (mode, "full"):
             return self._scanned
         self._ids = IdIndex()
+        began_s = time.monotonic()
         scan = self._source.scan(self._ids, limit_s=None if mode == "full" else limit_s)
+        if (took_s := time.monotonic() - began_s) > 5.0:
+            logger.info("looked at %d rows of the input in %.0f s", scan.num_rows, took_s)
         self._num_checked = scan.num_rows
         self._has_columns = True
         self._carried = self._choose_carried()

@@ -143,7 +143,9 @@ class _Reader:
                 break
             key = self._node(event, path)
             if isinstance(key, list | dict):
-                raise self._fault(event, "a key must be a plain word")
+                raise self._fault(
+                    event, "a key must be a plain word; text that begins with { needs quotes"
+                )
             shown = ".".join((*path, str(key)))
             if key in values:
                 raise self._fault(event, f"the key {shown} is given twice")

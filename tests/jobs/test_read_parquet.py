@@ -299,6 +299,18 @@ def test_a_damaged_page_ends_the_read_with_the_files_name(tmp_path: Path) -> Non
         all_rows(table(path))
 
 
+def test_a_full_check_reads_every_column(tmp_path: Path) -> None:
+    texts = [f"text {n}" for n in range(1000)]
+    path = put(tmp_path, {"id": list(range(1000)), "t": texts}, use_dictionary=False)
+    place = pq.ParquetFile(path).metadata.row_group(0).column(1).data_page_offset
+    content = bytearray(path.read_bytes())
+    content[place : place + 300] = b"\xff" * 300
+    path.write_bytes(bytes(content))
+    assert table(path).scan().num_rows == 1000
+    with pytest.raises(JobError, match=r"in\.parquet cannot be read as Parquet"):
+        table(path, check="full").scan()
+
+
 def test_a_file_that_changes_under_the_run_is_refused(tmp_path: Path) -> None:
     path = put(tmp_path, {"id": [1, 2]})
     source = table(path)
