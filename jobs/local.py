@@ -115,6 +115,7 @@ def local_text(spec: JobSpec, table: Table) -> LocalText:
     limit_tokens = plan_local_engine(spec, folder).max_model_len
     text = LocalText(spec, folder, table.columns, limit_tokens)
     table.require(text.columns, "prompt")
+    table.select(text.columns)  # no other column is turned into Python objects
     return text
 
 
