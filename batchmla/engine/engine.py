@@ -150,7 +150,7 @@ class EngineCore:
         ]
         totals = self._totals
         totals.steps += 1
-        totals.computed_tokens += sum(chunk.count for chunk in chunks)
+        totals.computed_tokens += sum(chunk.num_tokens for chunk in chunks)
         totals.step_s += time.perf_counter() - start_s
         return completions
 

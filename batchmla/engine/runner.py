@@ -48,7 +48,9 @@ class Runner:
         try:
             hidden_TM = self._model.forward(step, self._model.plan(step), self._cache)
             draws = iter(self._draw(hidden_TM[step.logits_rows_N], due))
-        except torch.OutOfMemoryError as error:
+        except (RuntimeError, MemoryError) as error:
+            if not _is_out_of_memory(error):
+                raise
             raise DeviceError(
                 f"the device ran out of memory in a step of {len(step.tokens_T)} tokens; lower "
                 "engine.max_batched_tokens, engine.max_num_seqs or model.memory_utilization"
@@ -79,3 +81,9 @@ class Runner:
         if not sequences:
             return []
         return self._sampler.draw(self._model.logits(hidden_NM), sequences)
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    """CUDA has a class for it; the CPU allocator raises a plain RuntimeError."""
+    is_typed = isinstance(error, torch.OutOfMemoryError | MemoryError)
+    return is_typed or "can't allocate memory" in str(error)

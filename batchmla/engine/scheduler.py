@@ -9,6 +9,7 @@ therefore never stopped, and since a full context fits into the pool, every sequ
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -18,18 +19,16 @@ from batchmla.engine.sequence import GrowingIds, Sequence, failed
 from batchmla.kv.pages import PageHash, PageTable, chain_hashes
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Chunk:
-    """`count` tokens of `sequence` from position `start` on."""
+class Chunk(NamedTuple):
+    """`num_tokens` tokens of `sequence` from position `start` on.
+
+    `samples`: the chunk reaches the last known token, so that the next one can be drawn.
+    """
 
     sequence: Sequence
     start: int
-    count: int
-
-    @property
-    def samples(self) -> bool:
-        """Whether the chunk reaches the last known token, so that the next one can be drawn."""
-        return self.start + self.count == self.sequence.num_tokens
+    num_tokens: int
+    samples: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,19 +101,21 @@ class Group:
 
     def grow(self, sequence: Sequence) -> bool:
         """One more page if the next token needs it; False when none is left."""
-        missing = self._pages_for(sequence.num_tokens) - len(sequence.pages)
-        if missing > self.pages.available_pages:
+        if sequence.num_tokens <= len(sequence.pages) * self.pages.page_tokens:
+            return True
+        if self.pages.available_pages == 0:
             return False
-        if missing > 0:
-            last = int(sequence.pages.view[-1])
-            sequence.pages.extend(self.pages.allocate(missing, after=last))
+        last = int(sequence.pages.view[-1])
+        sequence.pages.extend(self.pages.allocate(1, after=last))
         return True
 
     def computed(self, chunk: Chunk) -> None:
         """Notes that the chunk's rows are in the cache and publishes the pages they filled."""
         sequence = chunk.sequence
-        sequence.computed = chunk.start + chunk.count
+        sequence.computed = chunk.start + chunk.num_tokens
         page_tokens = self.pages.page_tokens
+        if sequence.computed < (sequence.published + 1) * page_tokens:
+            return
         full = min(sequence.computed, self.shareable_tokens(sequence)) // page_tokens
         if full <= sequence.published:
             return
@@ -210,7 +211,7 @@ class Scheduler:
             if sequence.wanted == 1:
                 if not self._make_room(sequence):
                     break
-                chunks.append(Chunk(sequence=sequence, start=sequence.computed, count=1))
+                chunks.append(Chunk(sequence, sequence.computed, 1, True))
             place += 1
         left = budget_tokens - len(chunks)
         for sequence in self.group.running:
@@ -250,7 +251,7 @@ class Scheduler:
 
     def _cut(self, sequence: Sequence, left: int, chunks: list[Chunk]) -> int:
         count = min(sequence.wanted, left)
-        chunks.append(Chunk(sequence=sequence, start=sequence.computed, count=count))
+        chunks.append(Chunk(sequence, sequence.computed, count, count == sequence.wanted))
         return count
 
     def _make_room(self, sequence: Sequence) -> bool:

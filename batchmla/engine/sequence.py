@@ -26,19 +26,28 @@ class GrowingIds(Generic[IntType]):
 
     @property
     def view(self) -> npt.NDArray[IntType]:
-        """The values, not copied; valid until the next `extend`."""
+        """The values, not copied; valid until more are added."""
         return self._data[: self._num]
 
-    def extend(self, values: npt.ArrayLike) -> None:
-        """Appends `values`."""
-        more = np.asarray(values, self._data.dtype).reshape(-1)
-        end = self._num + len(more)
+    def append(self, value: int) -> None:
+        """Adds one value."""
+        if self._num == len(self._data):
+            self._grow(self._num + 1)
+        self._data[self._num] = value
+        self._num += 1
+
+    def extend(self, values: list[int]) -> None:
+        """Adds several values."""
+        end = self._num + len(values)
         if end > len(self._data):
-            grown = np.empty(max(end, 2 * len(self._data)), self._data.dtype)
-            grown[: self._num] = self._data[: self._num]
-            self._data = grown
-        self._data[self._num : end] = more
+            self._grow(end)
+        self._data[self._num : end] = values
         self._num = end
+
+    def _grow(self, least: int) -> None:
+        grown = np.empty(max(least, 2 * len(self._data)), self._data.dtype)
+        grown[: self._num] = self._data[: self._num]
+        self._data = grown
 
 
 class Sequence:
@@ -54,6 +63,8 @@ class Sequence:
         self.arrival = arrival
         self.prompt_tokens = len(prompt.token_ids)
         self.tokens: GrowingIds[np.int32] = GrowingIds(prompt.token_ids, np.int32)
+        self.num_tokens = self.prompt_tokens
+        self.num_generated = 0
         most = max_model_len if params.max_tokens is None else params.max_tokens
         self.max_total = min(self.prompt_tokens + most, max_model_len)
         self.computed = 0
@@ -67,17 +78,9 @@ class Sequence:
         self.budget = None if budget is None else BudgetWatch(budget)
 
     @property
-    def num_tokens(self) -> int:
-        return len(self.tokens)
-
-    @property
-    def num_generated(self) -> int:
-        return len(self.tokens) - self.prompt_tokens
-
-    @property
     def wanted(self) -> int:
         """Tokens left to compute before the sequence can be sampled."""
-        return len(self.tokens) - self.computed
+        return self.num_tokens - self.computed
 
     def forced_token(self) -> int | None:
         """The token that the reasoning budget dictates next, if any."""
@@ -94,7 +97,9 @@ class Sequence:
             return FinishReason.STOP
         if is_forced and self.forced_at is None:
             self.forced_at = self.num_generated
-        self.tokens.extend(token_id)
+        self.tokens.append(token_id)
+        self.num_tokens += 1
+        self.num_generated += 1
         if self.budget is not None:
             self.budget.push(token_id)
         return FinishReason.LENGTH if self.num_tokens >= self.max_total else None

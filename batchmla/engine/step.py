@@ -15,7 +15,7 @@ from batchmla.kv.step import Step
 
 def build_step(chunks: Items[Chunk], page_tokens: int, device: torch.device) -> Step:
     """The tokens, positions, slots and page tables of `chunks`, in their order."""
-    counts_S = np.array([chunk.count for chunk in chunks], np.int64)
+    counts_S = np.array([chunk.num_tokens for chunk in chunks], np.int64)
     firsts_S = np.array([chunk.start for chunk in chunks], np.int64)
     starts_S1 = np.concatenate((np.zeros(1, np.int64), np.cumsum(counts_S)))
     context_S = firsts_S + counts_S
@@ -26,7 +26,10 @@ def build_step(chunks: Items[Chunk], page_tokens: int, device: torch.device) -> 
     offset_T = np.arange(starts_S1[-1]) - starts_S1[sequence_T]
     positions_T = firsts_S[sequence_T] + offset_T
     tokens_T = np.concatenate(
-        [chunk.sequence.tokens.view[chunk.start : chunk.start + chunk.count] for chunk in chunks]
+        [
+            chunk.sequence.tokens.view[chunk.start : chunk.start + chunk.num_tokens]
+            for chunk in chunks
+        ]
     ).astype(np.int64)
     pages_SP = _page_tables(chunks, -(-context_S // page_tokens))
     page_T = pages_SP[sequence_T, positions_T // page_tokens]
@@ -53,6 +56,8 @@ def _page_tables(chunks: Items[Chunk], num_pages_S: npt.NDArray[np.int64]) -> np
     pages_SP = np.zeros((len(chunks), int(num_pages_S.max())), np.int64)
     for row_P, chunk, num_pages in zip(pages_SP, chunks, num_pages_S, strict=True):
         pages = chunk.sequence.pages.view
-        assert len(pages) >= num_pages, f"{len(pages)} pages for {chunk.start + chunk.count} tokens"
+        assert len(pages) >= num_pages, (
+            f"{len(pages)} pages for {chunk.start + chunk.num_tokens} tokens"
+        )
         row_P[:num_pages] = pages[:num_pages]
     return pages_SP

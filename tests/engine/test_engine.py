@@ -2,10 +2,12 @@
 
 import numpy as np
 import pytest
+import torch
 from fakes import ListSource, greedy_ids, make_prompt
 from watched import WatchedEngine, run
 
 from batchmla.core import Budget, Completion, FinishReason, Prompt, SamplingParams
+from batchmla.errors import DeviceError
 
 
 def mixed_prompts(seed: int, count: int = 14) -> list[Prompt]:
@@ -161,6 +163,19 @@ def test_source_is_asked_to_wait_only_when_nothing_runs_and_a_little_ahead() -> 
     assert source.asked[0] == (4, True) and source.asked[-1] == (4, True)
     assert not any(wait for _, wait in source.asked[1:-1])
     assert max(running) <= 4
+
+
+def test_a_step_that_runs_out_of_memory_names_the_way_out() -> None:
+    engine = WatchedEngine(**ROOMY)
+
+    def too_much(step: object) -> None:
+        torch.empty(2**60, dtype=torch.uint8)
+
+    engine.model.on_step = too_much
+    with pytest.raises(DeviceError, match=r"a step of 2 tokens; lower engine\.max_batched_tokens"):
+        list(engine.generate(ListSource([make_prompt(0, [1, 2])])))
+    engine.model.on_step = engine.before_step
+    assert run(engine, [make_prompt(0, [1, 2])])[0].error is None, "the engine is usable again"
 
 
 def test_no_prompts_is_no_work() -> None:

@@ -113,7 +113,7 @@ def test_decodes_come_before_prompt_chunks_and_chunks_fill_the_budget() -> None:
     shapes = []
     for _ in range(4):
         chunks = scheduler.schedule()
-        shapes.append([(c.sequence.prompt.index, c.start, c.count, c.samples) for c in chunks])
+        shapes.append([(c.sequence.prompt.index, c.start, c.num_tokens, c.samples) for c in chunks])
         scheduler.computed(chunks)
         for chunk in chunks:
             if chunk.samples:
