@@ -47,11 +47,12 @@ class RopeLayout(StrEnum):
 class Group:
     """Sequences that are attended in one call, padded to Q queries and L keys each.
 
-    Its rows follow each other from `first_row` of the groups' order, sequence by sequence; `grid_N` is where they stand in the padded [G*Q] grid, None when the grid has no
-    padding. `pages_GP` holds the pages of the keys, padded with page 0; of their P*B rows the first
-    L count. `bias_GQL` is added to the scores: 0 where a query sees a key, -inf elsewhere; None
-    when every query sees every key, or when `is_causal`: Q = L, query i sees keys 0..i.
-    `first_page` is set when G = 1 and the pages are consecutive ids.
+    Its rows follow each other from `first_row` of the groups' order, sequence by sequence;
+    `grid_N` is where they stand in the padded [G*Q] grid, None when the grid has no padding.
+    `pages_GP` holds the pages of the keys, padded with page 0; of their P*B rows the first L count.
+    `bias_GQL` is added to the scores: 0 where a query sees a key, -inf elsewhere; None when every
+    query sees every key, or when `is_causal`: Q = L, query i sees keys 0..i. `first_page` is set
+    when G = 1 and the pages are consecutive ids.
     """
 
     num_sequences: int

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 
 from batchmla.kernels.cpu.linear import one_linear
 from batchmla.kernels.cpu.norm import norm, rope
+from batchmla.kernels.cpu.scratch import Scratch
 from batchmla.kernels.ops import Group, Groups, MlaDims, Packed, RopeLayout
 
 
@@ -63,18 +64,6 @@ def _join(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(tuple(parts))
 
 
-def _keys(cache_PBW: torch.Tensor, group: Group, dtype: torch.dtype) -> torch.Tensor:
-    """The group's cached rows [G, L, W]; consecutive pages are not copied."""
-    width = cache_PBW.shape[-1]
-    num_pages = group.pages_GP.shape[1]
-    if group.first_page is not None:
-        pages = cache_PBW[group.first_page : group.first_page + num_pages]
-    else:
-        pages = cache_PBW.index_select(0, group.pages_GP.flatten())
-    rows_GLW = pages.view(group.num_sequences, -1, width)[:, : group.num_keys]
-    return rows_GLW.to(dtype)
-
-
 def _attend(
     q_GQHD: torch.Tensor,
     k_GLKD: torch.Tensor,
@@ -111,82 +100,111 @@ def _attend(
     return out.transpose(1, 2)
 
 
-def gqa(
-    q_THD: torch.Tensor,
-    key_PBW: torch.Tensor,
-    value_PBW: torch.Tensor,
-    groups: Groups,
-    scale: float,
-) -> torch.Tensor:
-    """Grouped-query attention."""
-    head_dim = q_THD.shape[-1]
-    q_NHD, parts = _ordered(q_THD, groups), []
-    for group in groups.members:
-        k_GLKD, v_GLKD = (
-            keys_GLW.view(*keys_GLW.shape[:2], -1, head_dim)
-            for keys_GLW in (_keys(part, group, q_THD.dtype) for part in (key_PBW, value_PBW))
-        )
-        parts.append(_rows(_attend(_grid(q_NHD, group), k_GLKD, v_GLKD, group, scale), group))
-    out_NX = _join(parts).flatten(1)
-    if groups.rows_N is None:
-        return out_NX
-    return torch.empty_like(out_NX).index_copy_(0, groups.rows_N, out_NX)
+class Attention:
+    """gqa and mla of one back end; gathered keys share one scratch."""
 
+    def __init__(self, scratch: Scratch) -> None:
+        self._scratch = scratch
 
-def mla(
-    q_THD: torch.Tensor,
-    cache_PBW: torch.Tensor,
-    kv_b: Packed,
-    absorbed: Groups,
-    expanded: Groups,
-    dims: MlaDims,
-) -> torch.Tensor:
-    """Multi-head latent attention in both forms."""
-    out_TX: torch.Tensor | None = None
-    for groups, attend in ((absorbed, _absorbed), (expanded, _expanded)):
-        if groups.members:
-            out_NX = attend(_ordered(q_THD, groups), cache_PBW, kv_b, groups, dims)
-            if groups.rows_N is None:
-                return out_NX
-            if out_TX is None:
-                out_TX = out_NX.new_empty(q_THD.shape[0], out_NX.shape[1])
-            out_TX.index_copy_(0, groups.rows_N, out_NX)
-    assert out_TX is not None, "a step without sequences"
-    return out_TX
+    def gqa(
+        self,
+        q_THD: torch.Tensor,
+        key_PBW: torch.Tensor,
+        value_PBW: torch.Tensor,
+        groups: Groups,
+        scale: float,
+    ) -> torch.Tensor:
+        """Grouped-query attention."""
+        head_dim, dtype = q_THD.shape[-1], q_THD.dtype
+        q_NHD, parts = _ordered(q_THD, groups), []
+        for group in groups.members:
+            k_GLW = self._keys("keys", key_PBW, group, dtype)
+            v_GLW = self._keys("values", value_PBW, group, dtype)
+            k_GLKD, v_GLKD = (part.view(*part.shape[:2], -1, head_dim) for part in (k_GLW, v_GLW))
+            parts.append(_rows(_attend(_grid(q_NHD, group), k_GLKD, v_GLKD, group, scale), group))
+        out_NX = _join(parts).flatten(1)
+        if groups.rows_N is None:
+            return out_NX
+        return torch.empty_like(out_NX).index_copy_(0, groups.rows_N, out_NX)
 
+    def mla(
+        self,
+        q_THD: torch.Tensor,
+        cache_PBW: torch.Tensor,
+        kv_b: Packed,
+        absorbed: Groups,
+        expanded: Groups,
+        dims: MlaDims,
+    ) -> torch.Tensor:
+        """Multi-head latent attention in both forms."""
+        out_TX: torch.Tensor | None = None
+        for groups, attend in ((absorbed, self._absorbed), (expanded, self._expanded)):
+            if groups.members:
+                out_NX = attend(_ordered(q_THD, groups), cache_PBW, kv_b, groups, dims)
+                if groups.rows_N is None:
+                    return out_NX
+                if out_TX is None:
+                    out_TX = out_NX.new_empty(q_THD.shape[0], out_NX.shape[1])
+                out_TX.index_copy_(0, groups.rows_N, out_NX)
+        assert out_TX is not None, "a step without sequences"
+        return out_TX
 
-def _absorbed(
-    q_NHD: torch.Tensor, cache_PBW: torch.Tensor, kv_b: Packed, groups: Groups, dims: MlaDims
-) -> torch.Tensor:
-    """All heads read the latent rows themselves; the up-projections move to queries and results."""
-    assert kv_b.plain is not None
-    up_HXC = kv_b.plain.view(dims.heads, dims.nope + dims.value, dims.latent)
-    q_HNX = q_NHD[..., : dims.nope].transpose(0, 1).contiguous()
-    q_HNC = torch.bmm(q_HNX, up_HXC[:, : dims.nope])
-    q_NHX = torch.cat((q_HNC.transpose(0, 1), q_NHD[..., dims.nope :]), dim=-1)
-    parts = []
-    for group in groups.members:
-        row_GL1X = _keys(cache_PBW, group, q_NHD.dtype)[:, :, None]
-        z_GQHX = _attend(_grid(q_NHX, group), row_GL1X, row_GL1X, group, dims.scale)
-        parts.append(_rows(z_GQHX[..., : dims.latent], group))
-    z_HNC = _join(parts).transpose(0, 1).contiguous()
-    out_HNW = torch.bmm(z_HNC, up_HXC[:, dims.nope :].transpose(1, 2))
-    return out_HNW.transpose(0, 1).flatten(1)
+    def _keys(
+        self, use: str, cache_PBW: torch.Tensor, group: Group, dtype: torch.dtype
+    ) -> torch.Tensor:
+        """The group's cached rows [G, L, W]; consecutive pages are not copied."""
+        page_tokens, width = cache_PBW.shape[1:]
+        num_pages = group.pages_GP.shape[1]
+        if group.first_page is not None:
+            pages = cache_PBW[group.first_page : group.first_page + num_pages]
+        else:
+            shape = (group.num_sequences * num_pages, page_tokens, width)
+            pages = self._scratch.take(use, shape, cache_PBW)
+            torch.index_select(cache_PBW, 0, group.pages_GP.flatten(), out=pages)
+        rows_GLW = pages.view(group.num_sequences, -1, width)[:, : group.num_keys]
+        return rows_GLW.to(dtype)
 
+    def _absorbed(
+        self,
+        q_NHD: torch.Tensor,
+        cache_PBW: torch.Tensor,
+        kv_b: Packed,
+        groups: Groups,
+        dims: MlaDims,
+    ) -> torch.Tensor:
+        """All heads read the latent rows; the up-projections move to queries and results."""
+        assert kv_b.plain is not None
+        up_HXC = kv_b.plain.view(dims.heads, dims.nope + dims.value, dims.latent)
+        q_HNX = q_NHD[..., : dims.nope].transpose(0, 1).contiguous()
+        q_HNC = torch.bmm(q_HNX, up_HXC[:, : dims.nope])
+        q_NHX = torch.cat((q_HNC.transpose(0, 1), q_NHD[..., dims.nope :]), dim=-1)
+        parts = []
+        for group in groups.members:
+            row_GL1X = self._keys("keys", cache_PBW, group, q_NHD.dtype)[:, :, None]
+            z_GQHX = _attend(_grid(q_NHX, group), row_GL1X, row_GL1X, group, dims.scale)
+            parts.append(_rows(z_GQHX[..., : dims.latent], group))
+        z_HNC = _join(parts).transpose(0, 1).contiguous()
+        out_HNW = torch.bmm(z_HNC, up_HXC[:, dims.nope :].transpose(1, 2))
+        return out_HNW.transpose(0, 1).flatten(1)
 
-def _expanded(
-    q_NHD: torch.Tensor, cache_PBW: torch.Tensor, kv_b: Packed, groups: Groups, dims: MlaDims
-) -> torch.Tensor:
-    """Keys and values of every head are made from the latent rows, used once and dropped."""
-    parts = []
-    for group in groups.members:
-        row_GLX = _keys(cache_PBW, group, q_NHD.dtype)
-        kv_XX = one_linear(row_GLX[..., : dims.latent].flatten(0, 1), kv_b, 0)
-        kv_GLHX = kv_XX.view(*row_GLX.shape[:2], dims.heads, dims.nope + dims.value)
-        pe_GLHR = row_GLX[:, :, None, dims.latent :].expand(-1, -1, dims.heads, -1)
-        k_GLHD = torch.cat((kv_GLHX[..., : dims.nope], pe_GLHR), dim=-1)
-        pad = max(0, dims.nope + dims.rope - dims.value)
-        v_GLHD = F.pad(kv_GLHX[..., dims.nope :], (0, pad))
-        out_GQHD = _attend(_grid(q_NHD, group), k_GLHD, v_GLHD, group, dims.scale)
-        parts.append(_rows(out_GQHD[..., : dims.value], group))
-    return _join(parts).flatten(1)
+    def _expanded(
+        self,
+        q_NHD: torch.Tensor,
+        cache_PBW: torch.Tensor,
+        kv_b: Packed,
+        groups: Groups,
+        dims: MlaDims,
+    ) -> torch.Tensor:
+        """Keys and values of every head are made from the latent rows, used once and dropped."""
+        parts = []
+        for group in groups.members:
+            row_GLX = self._keys("keys", cache_PBW, group, q_NHD.dtype)
+            kv_XX = one_linear(row_GLX[..., : dims.latent].flatten(0, 1), kv_b, 0)
+            kv_GLHX = kv_XX.view(*row_GLX.shape[:2], dims.heads, dims.nope + dims.value)
+            pe_GLHR = row_GLX[:, :, None, dims.latent :].expand(-1, -1, dims.heads, -1)
+            k_GLHD = torch.cat((kv_GLHX[..., : dims.nope], pe_GLHR), dim=-1)
+            pad = max(0, dims.nope + dims.rope - dims.value)
+            v_GLHD = F.pad(kv_GLHX[..., dims.nope :], (0, pad))
+            out_GQHD = _attend(_grid(q_NHD, group), k_GLHD, v_GLHD, group, dims.scale)
+            parts.append(_rows(out_GQHD[..., : dims.value], group))
+        return _join(parts).flatten(1)

@@ -53,7 +53,7 @@ class Linears:
         )
 
     def packed_bytes(self, kind: PackKind, shape: tuple[int, ...], dtype: torch.dtype) -> int:
-        """Logits weights are float32; latent ones plain and laid out; small experts in two forms."""
+        """Logits weights are float32; latent ones and small experts take two forms."""
         count = math.prod(shape)
         if kind is PackKind.LOGITS:
             return 4 * count

@@ -1,16 +1,17 @@
 """The CPU back end as one value."""
 
-from batchmla.kernels.cpu.attention import gqa, mla, write, write_latent
+from batchmla.kernels.cpu.attention import Attention, write, write_latent
 from batchmla.kernels.cpu.linear import Linears, act_mul
 from batchmla.kernels.cpu.moe import experts, route
 from batchmla.kernels.cpu.norm import add_norm, norm, rope
 from batchmla.kernels.cpu.sample import sample
+from batchmla.kernels.cpu.scratch import Scratch
 from batchmla.kernels.ops import Ops
 
 
 def make_ops() -> Ops:
     """Probes once whether prepacking works on this machine."""
-    linears = Linears()
+    linears, attention = Linears(), Attention(Scratch())
     return Ops(
         name="cpu",
         pack=linears.pack,
@@ -21,8 +22,8 @@ def make_ops() -> Ops:
         rope=rope,
         write=write,
         write_latent=write_latent,
-        gqa=gqa,
-        mla=mla,
+        gqa=attention.gqa,
+        mla=attention.mla,
         route=route,
         experts=experts,
         act_mul=act_mul,
