@@ -67,20 +67,20 @@ def _join(parts: Sequence[torch.Tensor]) -> torch.Tensor:
 def _attend(
     q_GQHD: torch.Tensor,
     k_GLKD: torch.Tensor,
-    v_GLKD: torch.Tensor,
+    v_GLKW: torch.Tensor,
     group: Group,
     scale: float,
 ) -> torch.Tensor:
-    """SDPA with H/K query heads a kv head → [G, Q, H, D], without copying keys where it can."""
+    """SDPA with H/K query heads a kv head → [G, Q, H, W], without copying keys where it can."""
     num_seqs, num_queries, num_heads, head_dim = q_GQHD.shape
     num_kv_heads = k_GLKD.shape[2]
     share = num_heads // num_kv_heads
-    k, v = k_GLKD.transpose(1, 2), v_GLKD.transpose(1, 2)  # [G, K, L, D]
+    k, v = k_GLKD.transpose(1, 2), v_GLKW.transpose(1, 2)  # [G, K, L, D or W]
     bias = None if group.bias_GQL is None else group.bias_GQL[:, None]
     if num_queries == 1:
         q = q_GQHD.view(num_seqs, num_kv_heads, share, head_dim)
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=scale)
-        return out.reshape(num_seqs, 1, num_heads, head_dim)
+        return out.reshape(num_seqs, 1, num_heads, -1)
     if num_kv_heads == num_heads:
         q = q_GQHD.transpose(1, 2)
     elif num_kv_heads == 1:
@@ -96,7 +96,7 @@ def _attend(
         q, k, v, attn_mask=bias, is_causal=group.is_causal, scale=scale
     )
     if num_seqs == 1:
-        return out.reshape(1, num_heads, num_queries, head_dim).transpose(1, 2)
+        return out.reshape(1, num_heads, num_queries, -1).transpose(1, 2)
     return out.transpose(1, 2)
 
 

@@ -114,7 +114,7 @@ def test_r1_ranks_add_up() -> None:
 
 def test_quantised_weights_are_refused_when_loading(tmp_path: Any) -> None:
     for load_format in ("safetensors", "dummy"):
-        with pytest.raises(JobError, match="quantised .*fp8"):
+        with pytest.raises(JobError, match=r"quantised .*fp8"):
             load_model(
                 tmp_path, DEEPSEEK_R1, Placement(), Par.single(), kernels.load("reference"),
                 torch.bfloat16, torch.device("cpu"), load_format,

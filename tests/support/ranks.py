@@ -1,4 +1,4 @@
-"""Runs tiny models on several gloo ranks, each a spawned process that meets the others in a file."""
+"""Runs tiny models on several gloo ranks: spawned processes that meet in a file."""
 
 import json
 import multiprocessing
