@@ -59,12 +59,14 @@ class ScriptedEngine:
         fail_after: int | None = None,
         error: Exception | None = None,
         on_completion: Callable[[int], None] | None = None,
+        remembers: bool = True,
     ) -> None:
         self._max_running = max_running
         self._delay_s = delay_s
         self._fail_after = fail_after
         self._error = error or RuntimeError("the scripted engine broke")
         self._on_completion = on_completion
+        self._remembers = remembers
         self._running: list[tuple[int, int, Prompt]] = []
         self.num_done = 0
         self.num_generated = 0
@@ -81,8 +83,9 @@ class ScriptedEngine:
                 ends = admitted + zlib.crc32(prompt.token_ids.tobytes()) % 50
                 heapq.heappush(self._running, (ends, prompt.index, prompt))
                 admitted += 1
-                self.seen.append(prompt.index)
-                self.expected.append(prompt.expected_tokens)
+                if self._remembers:
+                    self.seen.append(prompt.index)
+                    self.expected.append(prompt.expected_tokens)
                 self.num_prompt_tokens += len(prompt.token_ids)
             if not self._running:
                 return
@@ -209,7 +212,7 @@ class ScriptedTable:
 
     def _batches(self, start: int) -> Iterator[tuple[pa.RecordBatch, int]]:
         first = 0
-        for batch in pq.ParquetFile(self._path).iter_batches(1000):
+        for batch in pq.ParquetFile(self._path, pre_buffer=False).iter_batches(1000):
             if first + batch.num_rows > start:
                 skipped = max(0, start - first)
                 yield batch.slice(skipped), first + skipped
