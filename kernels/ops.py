@@ -91,15 +91,27 @@ class MlaDims:
     scale: float
 
 
+class Scoring(StrEnum):
+    """How a router's logits become scores."""
+
+    SIGMOID = "sigmoid"  # each expert by itself
+    SOFTMAX = "softmax"  # over all experts
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterDims:
-    """How experts are chosen from sigmoid scores (DeepSeek-V3 report, eq. 12-16)."""
+    """How experts are chosen (DeepSeek-V3 report, eq. 12-16; DeepSeek-V2 report, section 2.2.2).
+
+    A group ranks by the sum of its `group_best` best experts: 1 is its maximum.
+    """
 
     active: int
-    groups: int
-    kept_groups: int
     normalise: bool
     scale: float
+    groups: int = 1
+    kept_groups: int = 1
+    scoring: Scoring = Scoring.SIGMOID
+    group_best: int = 2
 
 
 class PackOp(Protocol):
@@ -211,12 +223,14 @@ class RouteOp(Protocol):
         self,
         x_TM: torch.Tensor,
         weight_EM: torch.Tensor,
-        bias_E: torch.Tensor,
+        bias_E: torch.Tensor | None,
         dims: RouterDims,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(weights_TA float32, ids_TA int64): sigmoid scores s in float32; chosen by s + bias
-        inside the groups whose two best sum highest, the others at -inf; weighted by s,
-        normalised, scaled."""
+        """(weights_TA float32, ids_TA int64): scores s in float32; chosen by s + bias inside the
+        groups that rank highest, the others at -inf; weighted by s, normalised, scaled.
+
+        DeepSeek-V2 masks with 0 instead: the same sum, since softmax scores are never below 0 and
+        an expert that only ties with a masked one weighs 0."""
         ...
 
 

@@ -4,20 +4,23 @@ import torch
 import torch.nn.functional as F
 
 from batchmla.kernels.cpu.linear import act_mul, one_linear
-from batchmla.kernels.ops import Packed, RouterDims
+from batchmla.kernels.ops import Packed, RouterDims, Scoring
 
 MAX_ROWS_AT_ONCE = 256  # beyond, the products of experts that were not chosen cost more than a loop
 
 
 def route(
-    x_TM: torch.Tensor, weight_EM: torch.Tensor, bias_E: torch.Tensor, dims: RouterDims
+    x_TM: torch.Tensor, weight_EM: torch.Tensor, bias_E: torch.Tensor | None, dims: RouterDims
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """All tokens at once; weight and bias are float32."""
-    scores_TE = F.linear(x_TM.float(), weight_EM).sigmoid_()
-    choice_TE = scores_TE + bias_E
+    logits_TE = F.linear(x_TM.float(), weight_EM)
+    is_sigmoid = dims.scoring is Scoring.SIGMOID
+    scores_TE = logits_TE.sigmoid_() if is_sigmoid else logits_TE.softmax(dim=1)
+    choice_TE = scores_TE if bias_E is None else scores_TE + bias_E
     if dims.kept_groups < dims.groups:
         choice_TGX = choice_TE.view(-1, dims.groups, choice_TE.shape[1] // dims.groups)
-        best_TG = choice_TGX.topk(min(2, choice_TGX.shape[2]), dim=2).values.sum(dim=2)
+        num_best = min(dims.group_best, choice_TGX.shape[2])
+        best_TG = choice_TGX.topk(num_best, dim=2).values.sum(dim=2)
         dropped = best_TG.topk(dims.groups - dims.kept_groups, dim=1, largest=False).indices
         drop_TGX = dropped[:, :, None].expand(-1, -1, choice_TGX.shape[2])
         choice_TE = choice_TGX.scatter(1, drop_TGX, float("-inf")).flatten(1)

@@ -2,20 +2,27 @@
 
 import torch
 
-from batchmla.kernels.ops import Packed, RouterDims
+from batchmla.kernels.ops import Packed, RouterDims, Scoring
 from batchmla.kernels.reference.linear import act_mul, plain
 
 
 def route(
-    x_TM: torch.Tensor, weight_EM: torch.Tensor, bias_E: torch.Tensor, dims: RouterDims
+    x_TM: torch.Tensor, weight_EM: torch.Tensor, bias_E: torch.Tensor | None, dims: RouterDims
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Bias-corrected, group-limited choice (DeepSeek-V3 report, section 2.1.2)."""
-    scores_TE = 1 / (1 + torch.exp(-(x_TM.float() @ weight_EM.float().T)))
+    """Bias-corrected, group-limited choice (DeepSeek-V3 report, section 2.1.2; DeepSeek-V2's has
+    no bias)."""
+    logits_TE = x_TM.float() @ weight_EM.float().T
+    if dims.scoring is Scoring.SIGMOID:
+        scores_TE = 1 / (1 + torch.exp(-logits_TE))
+    else:
+        powers_TE = torch.exp(logits_TE - logits_TE.amax(dim=1, keepdim=True))
+        scores_TE = powers_TE / powers_TE.sum(dim=1, keepdim=True)
     weights, ids = [], []
     for scores_E in scores_TE:
-        choice_E = scores_E + bias_E.float()
+        choice_E = scores_E if bias_E is None else scores_E + bias_E.float()
         groups_GX = choice_E.view(dims.groups, -1)
-        best = groups_GX.topk(min(2, groups_GX.shape[1]), dim=1).values.sum(dim=1)
+        num_best = min(dims.group_best, groups_GX.shape[1])
+        best = groups_GX.topk(num_best, dim=1).values.sum(dim=1)
         kept = best.topk(dims.kept_groups).indices
         limited_GX = torch.full_like(groups_GX, float("-inf"))
         limited_GX[kept] = groups_GX[kept]
