@@ -8,30 +8,41 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from examples.tally.documents import MAX_ITEMS, Document, training_documents
+from examples.tally.documents import Document, training_documents
 from examples.tally.tokens import SampleEncoder
 
 POOL_DOCUMENTS = 768
 CUT_SHARE = 0.08
+READING_WEIGHT = 4.0
+"""What a token read from the document weighs in the loss, against one of the sums."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """`ids` [B, S]; `targets` [B, S] holds the next token where it counts, else -100."""
+    """`ids` [B, S]; `targets` [B, S] holds the next token where it counts, else -100.
+
+    `weights` [B, S] says how much each target counts.
+    """
 
     ids: Tensor
     targets: Tensor
+    weights: Tensor
     lengths: Tensor
 
 
 def make_sample(
-    encoder: SampleEncoder, document: Document, rng: random.Random
+    encoder: SampleEncoder, document: Document, rng: random.Random, only_reading: bool
 ) -> tuple[list[int], int]:
     """Give the ids of a sample and the index of the first that counts.
 
     A share of the samples has its reasoning cut anywhere: only the answer counts there.
+    `only_reading` keeps of each line what is read from the document, and leaves out the answer.
     """
     prompt = encoder.prompt(document.text)
+    if only_reading:
+        lines = document.reasoning.split("\n")[:-2]
+        text = "".join(line.split(" ")[0] + "\n" for line in lines) + "="
+        return prompt + encoder.text_ids(text), len(prompt)
     reasoning, answer = encoder.completion(document)
     if rng.random() < CUT_SHARE:
         reasoning = reasoning[: rng.randrange(len(reasoning))]
@@ -39,35 +50,51 @@ def make_sample(
     return [*prompt, *reasoning, *answer], len(prompt)
 
 
-def make_batch(samples: list[tuple[list[int], int]], pad: int) -> Batch:
+def reading(encoder: SampleEncoder, ids: list[int]) -> list[bool]:
+    """Mark the tokens before each line's first space: what is read, not calculated."""
+    marks, is_read = [], True
+    for token in ids:
+        is_read = is_read and token not in (encoder.space, encoder.end_think)
+        marks.append(is_read)
+        is_read = is_read or token == encoder.newline[0]
+    return marks
+
+
+def make_batch(encoder: SampleEncoder, samples: list[tuple[list[int], int]]) -> Batch:
     """Pad samples to one length, a multiple of 16."""
     longest = max(len(ids) for ids, _ in samples)
     width = (longest + 15) // 16 * 16
-    ids = torch.full((len(samples), width), pad)
+    ids = torch.full((len(samples), width), encoder.pad)
     targets = torch.full((len(samples), width), -100)
+    weights = torch.ones(len(samples), width)
     for row, (sample, first) in enumerate(samples):
         ids[row, : len(sample)] = torch.tensor(sample)
         targets[row, first - 1 : len(sample) - 1] = torch.tensor(sample[first:])
-    return Batch(ids=ids, targets=targets, lengths=torch.tensor([len(s) for s, _ in samples]))
+        is_read = torch.tensor(reading(encoder, sample[first:]))
+        weights[row, first - 1 : len(sample) - 1][is_read] = READING_WEIGHT
+    return Batch(
+        ids=ids,
+        targets=targets,
+        weights=weights,
+        lengths=torch.tensor([len(s) for s, _ in samples]),
+    )
 
 
 def pool_batches(
-    encoder: SampleEncoder, seed: int, pool: int, batch_tokens: int, max_items: int = MAX_ITEMS
+    encoder: SampleEncoder, seed: int, pool: int, batch_tokens: int, only_reading: bool
 ) -> list[Batch]:
     """Give the batches of one pool of documents, in a shuffled order; a last small one is left out.
 
     The compiled parts of the model hold for batches of more than 4,096 tokens.
     """
     rng = random.Random(f"tally-pool-{seed}-{pool}")
-    documents = itertools.islice(
-        training_documents(seed * 1_000_000 + pool, max_items), POOL_DOCUMENTS
-    )
-    samples = [make_sample(encoder, document, rng) for document in documents]
+    documents = itertools.islice(training_documents(seed * 1_000_000 + pool), POOL_DOCUMENTS)
+    samples = [make_sample(encoder, document, rng, only_reading) for document in documents]
     samples.sort(key=lambda sample: -len(sample[0]))
     batches, group = [], []
     for sample in samples:
         if group and (len(group) + 1) * len(group[0][0]) > batch_tokens:
-            batches.append(make_batch(group, encoder.pad))
+            batches.append(make_batch(encoder, group))
             group = []
         group.append(sample)
     rng.shuffle(batches)
@@ -75,11 +102,10 @@ def pool_batches(
 
 
 def all_batches(
-    encoder: SampleEncoder, seed: int, batch_tokens: int, easy_pools: int, skip: int = 0
+    encoder: SampleEncoder, seed: int, batch_tokens: int, reading_pools: int, skip: int = 0
 ) -> Iterator[Batch]:
-    """Yield batches without end, the first pools with few items; `skip` batches are passed over."""
+    """Yield batches without end, the first pools reading only; `skip` batches are passed over."""
     for pool in itertools.count():
-        max_items = 2 if pool < easy_pools else MAX_ITEMS
-        batches = pool_batches(encoder, seed, pool, batch_tokens, max_items)
+        batches = pool_batches(encoder, seed, pool, batch_tokens, pool < reading_pools)
         yield from batches[skip:]
         skip = max(skip - len(batches), 0)

@@ -2,7 +2,7 @@
 
 Reasoning has a line for each item, digits from low to high, every carry written:
 
-    1:3*04.50 3*0=00+0+0=00 3*5=15+0+0=15 3*4=12+0+1=13 3*0=00+0+1=01 0+0=0
+    A:3*04.50 3*0=00+0+0=00 3*5=15+0+0=15 3*4=12+0+1=13 3*0=00+0+1=01 0+0=0
 
 A step is `quantity*digit=product+digit of the total+carry=new carry and digit of the total`; the
 last one adds the carry to the total's fifth digit. A discount line subtracts with borrows in steps
@@ -72,10 +72,10 @@ def make_document(rng: random.Random, heldout: bool, max_items: int = MAX_ITEMS)
     num_items = rng.choices(range(1, max_items + 1), ITEM_COUNT_WEIGHTS[:max_items])[0]
     items, discount_cents = draw_numbers(rng, heldout, num_items)
     named = tuple(
-        Item(name=fill(rng.choice(wording.ITEM_FORMS), draw, rng), quantity=q, price_cents=p)
+        Item(name=fill(rng.choice(wording.ITEM_FORMS), draw), quantity=q, price_cents=p)
         for q, p in items
     )
-    vendor = fill(rng.choice(wording.VENDOR_FORMS), draw, rng, capitalise=True)
+    vendor = fill(rng.choice(wording.VENDOR_FORMS), draw, capitalise=True)
     choice = draw_wording(rng, heldout, discount_cents > 0)
     text = write_text(rng, choice, vendor, named, discount_cents, draw)
     reasoning, total_cents = write_reasoning(items, discount_cents)
@@ -133,6 +133,7 @@ class Wording:
     kind: str
     header: int
     line: int
+    marker: int
     joiner: int
     money: int
     discount: int | None
@@ -142,7 +143,7 @@ class Wording:
 
     def key(self) -> str:
         """Give the key under which the combination of phrases is reserved."""
-        phrases = (self.kind, self.header, self.line, self.joiner, self.money)
+        phrases = (self.kind, self.header, self.line, self.marker, self.joiner, self.money)
         return f"wording {phrases} {self.discount} {self.footer} {self.note}"
 
 
@@ -157,6 +158,9 @@ def draw_wording(rng: random.Random, heldout: bool, has_discount: bool) -> Wordi
             line=rng.choice(wording.PROSE_LINES)
             if is_prose
             else rng.randrange(len(wording.ITEM_LINES)),
+            marker=rng.choice(wording.PROSE_MARKERS)
+            if is_prose
+            else rng.randrange(len(wording.MARKERS)),
             joiner=rng.choice((1, 2)) if is_prose else 0,
             money=rng.choice((0, 0, 0, 1, 2, 3)),
             discount=rng.randrange(len(wording.DISCOUNTS)) if has_discount else None,
@@ -168,14 +172,13 @@ def draw_wording(rng: random.Random, heldout: bool, has_discount: bool) -> Wordi
             return choice
 
 
-def fill(form: str, draw: DrawWord, rng: random.Random, capitalise: bool = False) -> str:
+def fill(form: str, draw: DrawWord, capitalise: bool = False) -> str:
     """Fill a name form: `w`, `v` are invented words, `n`, `m` nouns."""
     result = form
     for letter in "wvnm":
         while "{" + letter + "}" in result:
             word = draw(letter in "nm")
-            is_title = capitalise or (letter in "wv" and rng.random() < 0.5)
-            word = word.capitalize() if is_title else word
+            word = word.capitalize() if capitalise else word
             result = result.replace("{" + letter + "}", word, 1)
     return result
 
@@ -204,11 +207,13 @@ def write_text(
             form = form.replace("{who}", draw(False).capitalize())
         return form.replace("{money}", money(rng.randint(10, 199) * 50))
 
-    line = wording.ITEM_LINES[choice.line]
+    line = wording.MARKERS[choice.marker] + wording.ITEM_LINES[choice.line]
     price = wording.MONEY[choice.money]
     lines = [
-        line.format(q=item.quantity, name=item.name, p=price.format(p=money(item.price_cents)))
-        for item in items
+        line.format(
+            i=label, q=item.quantity, name=item.name, p=price.format(p=money(item.price_cents))
+        )
+        for label, item in zip(wording.LABELS, items, strict=False)
     ]
     parts = [phrase(wording.HEADERS[choice.kind][choice.header]).replace("{vendor}", vendor)]
     note = None if choice.note is None else phrase(wording.NOTES[choice.note])
@@ -229,7 +234,7 @@ def write_reasoning(items: list[tuple[int, int]], discount_cents: int) -> tuple[
     """Write the worked solution; return it and the total in cents."""
     total = [0] * 5
     lines = []
-    for index, (quantity, price) in enumerate(items, start=1):
+    for label, (quantity, price) in zip(wording.LABELS, items, strict=False):
         steps, carry = [], 0
         for place in range(4):
             digit = price // 10**place % 10
@@ -239,7 +244,7 @@ def write_reasoning(items: list[tuple[int, int]], discount_cents: int) -> tuple[
             carry, total[place] = divmod(value, 10)
         steps.append(f"{total[4]}+{carry}={total[4] + carry}")
         total[4] += carry
-        lines.append(f"{index}:{quantity}*{price // 100:02d}.{price % 100:02d} " + " ".join(steps))
+        lines.append(f"{label}:{quantity}*{price // 100:02d}.{price % 100:02d} " + " ".join(steps))
     if discount_cents:
         lines.append(_write_discount(total, discount_cents))
     digits = "".join(str(digit) for digit in reversed(total))

@@ -23,12 +23,12 @@ class TallyConfig:
     vocab: int = 512
     width: int = 192
     layers: int = 4
-    heads: int = 4
+    heads: int = 8
     q_rank: int = 128
-    kv_rank: int = 64
+    kv_rank: int = 128
     nope: int = 32
     rope: int = 32
-    value: int = 64
+    value: int = 32
     dense_width: int = 512
     expert_width: int = 64
     experts: int = 8

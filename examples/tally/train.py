@@ -30,7 +30,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--draft-steps", type=int, default=250)
     parser.add_argument("--decay-share", type=float, default=0.45)
     parser.add_argument("--batch-tokens", type=int, default=5120)
-    parser.add_argument("--easy-pools", type=int, default=7)
+    parser.add_argument("--reading-pools", type=int, default=30)
     parser.add_argument("--matrix-rate", type=float, default=0.02)
     parser.add_argument("--other-rate", type=float, default=0.003)
     parser.add_argument("--seed", type=int, default=1)
@@ -58,7 +58,11 @@ def main_loss(model: Tally, batch: Batch) -> torch.Tensor:
     mixtures = [block.ffn for block in model.blocks if isinstance(block.ffn, Mixture)]
     for mixture, weights in zip(mixtures, routes, strict=True):
         balance(mixture, weights.detach(), is_real)
-    return F.cross_entropy(logits, batch.targets.flatten().index_select(0, is_counted))
+    losses = F.cross_entropy(
+        logits, batch.targets.flatten().index_select(0, is_counted), reduction="none"
+    )
+    weights = batch.weights.flatten().index_select(0, is_counted)
+    return (losses * weights).sum() / weights.sum()
 
 
 def balance(mixture: Mixture, weights: torch.Tensor, is_real: torch.Tensor) -> None:
@@ -124,7 +128,7 @@ class Run:
         """Train everything but the draft layer."""
         args, started = self.args, time.time() - self.seconds
         batches = all_batches(
-            self.encoder, args.seed, args.batch_tokens, args.easy_pools, self.step
+            self.encoder, args.seed, args.batch_tokens, args.reading_pools, self.step
         )
         losses = []
         while self.step < args.steps:
@@ -157,7 +161,7 @@ class Run:
         for name, parameter in model.draft.named_parameters():
             parameter.requires_grad_(name not in ("embed", "head"))
         optimiser = Muon(model.draft, args.matrix_rate, args.other_rate)
-        batches = all_batches(self.encoder, args.seed + 1, args.batch_tokens, easy_pools=0)
+        batches = all_batches(self.encoder, args.seed + 1, args.batch_tokens, reading_pools=0)
         for step in range(args.draft_steps):
             loss, right = draft_loss(model, next(batches))
             loss.backward()

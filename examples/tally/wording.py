@@ -74,17 +74,20 @@ HEADERS = {
 }
 ITEM_LINES = (
     "{q} x {name} @ {p}",
-    "{name} {q} * {p}",
-    "{name}, {q} pcs at {p}",
-    "- {name}: {p} each, qty {q}",
-    "{name} ({p}) x{q}",
     "{q} {name} at {p} each",
-    "qty {q} | {name} | {p}",
-    "{name} | {p} | {q}",
     "{q} units of {name}, unit price {p}",
-    "* {name}, price {p}, quantity {q}",
+    "{name}: {p} each, qty {q}",
+    "{name} ({p}) x{q}",
+    "qty {q} | {name} | {p}",
+    "{name}, price {p}, quantity {q}",
+    "{name}, pcs: {q}, {p} each",
+    "{q} pcs {name} for {p} each",
+    "{name} | {p} | x{q}",
 )
-PROSE_LINES = (5, 8, 2, 0)
+LABELS = "ABCDEF"
+MARKERS = ("({i}) ", "[{i}] ", "{i}) ", "{i}: ", "{i}/ ", "{i} - ")
+PROSE_LINES = (0, 1, 2, 8)
+PROSE_MARKERS = (0, 1)
 JOINERS = ("\n", "; ", ", ")
 MONEY = ("{p}", "${p}", "{p} EUR", "EUR {p}")
 NOTES = (
@@ -106,7 +109,7 @@ DISCOUNTS = (
     "We deduct {d} for the returned crate.",
     "minus {d} discount",
     "Your rebate: {d}",
-    "A credit of {d} applies.",
+    "Credit applied: {d}",
 )
 FOOTERS = (
     "",
@@ -118,7 +121,7 @@ FOOTERS = (
     "Last month you spent {money} here.",
     "Card balance: {money}",
     "See you soon, {who}",
-    "All goods remain ours until paid.",
+    "Goods remain ours until paid.",
 )
 
 
