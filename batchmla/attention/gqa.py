@@ -1,9 +1,10 @@
 """Grouped-query attention over pages of keys and values.
 
-T tokens, H query heads and K kv heads of this rank, D head dim, M model width.
+T tokens, H query heads and K kv heads of this rank, D head dim, R rotated width, M model width.
 """
 
 from dataclasses import dataclass
+from enum import StrEnum
 
 import numpy as np
 import torch
@@ -15,12 +16,20 @@ from batchmla.kv.layout import KVPart
 from batchmla.kv.step import Step
 from batchmla.layers.block import Block
 from batchmla.layers.linear import ColLinear, RowLinear
-from batchmla.layers.norm import RmsNorm
+from batchmla.layers.norm import FullWidthNorms, RmsNorm
 from batchmla.layers.rope import Rope
 from batchmla.parallel import Par
 from batchmla.placement import Placement
 
 KIND = "gqa"
+
+
+class QkNorm(StrEnum):
+    """What one norm of queries and keys covers; it comes before the rotation."""
+
+    NONE = "none"
+    HEAD = "head"  # each head by itself, one weight for all heads
+    FULL = "full"  # all heads as one vector, on whatever ranks they are
 
 
 def parts(
@@ -48,7 +57,7 @@ def plan(step: Step, rope: Rope, dtype: torch.dtype) -> GqaPlan:
 
 
 class GqaAttention(Block):
-    """q, k and v are one product; `has_head_norms` norms every head of q and k before rotation."""
+    """q, k and v are one product; the first R elements of a head are rotated."""
 
     def __init__(
         self,
@@ -59,19 +68,22 @@ class GqaAttention(Block):
         num_heads: int,
         num_kv_heads: int,
         head_dim: int,
+        eps: float,
         has_qkv_bias: bool = False,
-        head_norm_eps: float | None = None,
+        qk_norm: QkNorm = QkNorm.NONE,
     ) -> None:
+        """Numbers of heads are whole; `eps` is the norms'."""
         q_width, kv_width = num_heads * head_dim, num_kv_heads * head_dim
         self.num_heads = par.placement.local(num_heads, "attention heads")
         self.num_kv_heads = par.placement.local(num_kv_heads, "kv heads")
         self.head_dim = head_dim
         self.qkv = ColLinear(par, ops, width, q_width, kv_width, kv_width, has_bias=has_qkv_bias)
         self.out = RowLinear(par, ops, q_width, width)
-        self.q_norm = self.k_norm = None
-        if head_norm_eps is not None:
-            self.q_norm = RmsNorm(ops, head_dim, head_norm_eps)
-            self.k_norm = RmsNorm(ops, head_dim, head_norm_eps)
+        self.q_norm = self.k_norm = self.norms = None
+        if qk_norm is QkNorm.HEAD:
+            self.q_norm, self.k_norm = (RmsNorm(ops, head_dim, eps) for _ in range(2))
+        elif qk_norm is QkNorm.FULL:
+            self.norms = FullWidthNorms(par, ops, eps, q_width, kv_width)
         self._ops = ops
         self._scale = head_dim**-0.5
 
@@ -81,15 +93,23 @@ class GqaAttention(Block):
         """[T, M] → [T, M]; writes the step's keys and values first."""
         heads, kv_heads, ops = self.num_heads, self.num_kv_heads, self._ops
         qkv_THD = self.qkv.forward(x_TM).view(x_TM.shape[0], heads + 2 * kv_heads, self.head_dim)
-        if self.q_norm is not None and self.k_norm is not None:
-            q_THD = self.q_norm.forward(qkv_THD[:, :heads])
-            k_TKD = self.k_norm.forward(qkv_THD[:, heads : heads + kv_heads])
-            ops.rope(q_THD, plan.cos_TR, plan.sin_TR, RopeLayout.HALVES)
-            ops.rope(k_TKD, plan.cos_TR, plan.sin_TR, RopeLayout.HALVES)
+        q_THD, k_TKD = qkv_THD[:, :heads], qkv_THD[:, heads : heads + kv_heads]
+        rotated, cos_TR, sin_TR = 2 * plan.cos_TR.shape[1], plan.cos_TR, plan.sin_TR
+        if self.q_norm is None and self.norms is None:
+            both_THR = qkv_THD[:, : heads + kv_heads, :rotated]
+            ops.rope(both_THR, cos_TR, sin_TR, RopeLayout.HALVES)
         else:
-            ops.rope(qkv_THD[:, : heads + kv_heads], plan.cos_TR, plan.sin_TR, RopeLayout.HALVES)
-            q_THD, k_TKD = qkv_THD[:, :heads], qkv_THD[:, heads : heads + kv_heads]
+            q_THD, k_TKD = self._norm(q_THD, k_TKD)
+            ops.rope(q_THD[..., :rotated], cos_TR, sin_TR, RopeLayout.HALVES)
+            ops.rope(k_TKD[..., :rotated], cos_TR, sin_TR, RopeLayout.HALVES)
         ops.write(cache["k"], step.slots_T, k_TKD.flatten(1))
         ops.write(cache["v"], step.slots_T, qkv_THD[:, heads + kv_heads :].flatten(1))
         out_TX = ops.gqa(q_THD, cache["k"], cache["v"], plan.groups, self._scale)
         return self.out.forward(out_TX)
+
+    def _norm(self, q_THD: torch.Tensor, k_TKD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.norms is not None:
+            q_TX, k_TX = self.norms.forward(q_THD.flatten(1), k_TKD.flatten(1))
+            return q_TX.view_as(q_THD), k_TX.view_as(k_TKD)
+        assert self.q_norm is not None and self.k_norm is not None, "no norm to apply"
+        return self.q_norm.forward(q_THD), self.k_norm.forward(k_TKD)

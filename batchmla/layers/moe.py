@@ -9,17 +9,21 @@ from batchmla.parallel import Par
 
 
 class Router(Block):
-    """Sigmoid scores with a correction bias for the choice; the same on every rank."""
+    """Scores of all experts, with a bias for the choice where there is one; the same on every
+    rank."""
 
-    def __init__(self, ops: Ops, width: int, num_experts: int, dims: RouterDims) -> None:
+    def __init__(
+        self, ops: Ops, width: int, num_experts: int, dims: RouterDims, has_bias: bool
+    ) -> None:
         self.weight = Weight(num_experts, width, is_float32=True)
-        self.bias = Weight(num_experts, is_float32=True)
+        self.bias = Weight(num_experts, is_float32=True) if has_bias else None
         self.dims = dims
         self._route = ops.route
 
     def forward(self, x_TM: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(weights_TA float32, ids_TA)."""
-        return self._route(x_TM, self.weight.tensor, self.bias.tensor, self.dims)
+        bias_E = None if self.bias is None else self.bias.tensor
+        return self._route(x_TM, self.weight.tensor, bias_E, self.dims)
 
 
 class Moe(Block):
@@ -35,10 +39,11 @@ class Moe(Block):
         expert_width: int,
         shared_width: int,
         router: RouterDims,
+        has_router_bias: bool,
     ) -> None:
         local = par.placement.local(expert_width, "expert features")
         share = router.active / num_experts
-        self.router = Router(ops, width, num_experts, router)
+        self.router = Router(ops, width, num_experts, router, has_router_bias)
         self.experts_up = Weight(
             num_experts, 2 * local, width, kind=PackKind.EXPERTS_UP, active_share=share
         )

@@ -1,9 +1,10 @@
-"""RMSNorm, alone and fused with the residual addition. T tokens, M width."""
+"""RMSNorm: alone, with a residual addition, over a width that ranks share. T tokens, M width."""
 
 import torch
 
 from batchmla.kernels.ops import Ops
 from batchmla.layers.block import Block, Weight
+from batchmla.parallel import Par
 
 
 class RmsNorm(Block):
@@ -24,3 +25,33 @@ class RmsNorm(Block):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(norm(x + residual), x + residual)."""
         return self._add_norm(x_TM, residual_TM, self.weight.tensor, self.eps)
+
+
+class FullWidthNorms(Block):
+    """RMSNorms of several vectors, each over its whole width, of which a rank holds its share.
+
+    One sum over ranks serves all of them.
+    """
+
+    def __init__(self, par: Par, ops: Ops, eps: float, *widths: int) -> None:
+        """`widths` are whole."""
+        self.weights = tuple(Weight(par.placement.local(each, "norm features")) for each in widths)
+        self.eps = eps
+        self._widths = widths
+        self._par = par
+        self._norm = ops.norm
+
+    def forward(self, *shares: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """A norm of each [T, M], M this rank's."""
+        pairs = list(zip(shares, self.weights, strict=True))
+        if self._par.placement.tensor == 1:
+            return tuple(self._norm(x_TM, weight.tensor, self.eps) for x_TM, weight in pairs)
+        squares_TN = self._par.sum(
+            torch.stack([x_TM.float().square().sum(dim=1) for x_TM in shares], dim=1)
+        )
+        means_TN = squares_TN / squares_TN.new_tensor(self._widths)
+        scales_TN1 = means_TN.add_(self.eps).rsqrt_()[:, :, None]
+        return tuple(
+            (x_TM.float() * scales_TN1[:, index] * weight.tensor.float()).to(x_TM.dtype)
+            for index, (x_TM, weight) in enumerate(pairs)
+        )

@@ -11,7 +11,12 @@ if TYPE_CHECKING:
 
 ARCHITECTURES = {
     "LlamaForCausalLM": "llama",
+    "Qwen2ForCausalLM": "llama",
+    "Qwen3ForCausalLM": "llama",
+    "Qwen3MoeForCausalLM": "llama",
+    "DeepseekV2ForCausalLM": "deepseek_v3",
     "DeepseekV3ForCausalLM": "deepseek_v3",
+    "MiniMaxM2ForCausalLM": "minimax_m2",
 }
 
 

@@ -1,4 +1,8 @@
-"""DeepSeek V3, R1 and V3.1: latent attention, sigmoid-routed experts (DeepSeek-V3 report)."""
+"""DeepSeek V2, V2-Lite, V3, R1, V3.1 and Kimi-K2: latent attention, routed and shared experts.
+
+V2 routes by softmax scores (DeepSeek-V2 report), the others by sigmoid scores with a correction
+bias (DeepSeek-V3 report); Kimi-K2 is a V3 with one group.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,7 +12,7 @@ import torch
 
 from batchmla.attention import mla
 from batchmla.errors import JobError
-from batchmla.kernels.ops import MlaDims, Ops, RouterDims
+from batchmla.kernels.ops import MlaDims, Ops, RouterDims, Scoring
 from batchmla.kv.layout import KVLayout
 from batchmla.kv.step import Step
 from batchmla.layers.embed import Embedding, Head
@@ -19,9 +23,19 @@ from batchmla.layers.rope import Rope, RopeSpec
 from batchmla.models.base import Plans
 from batchmla.models.decoder import Decoder, Layer
 from batchmla.models.hf import Fields, read_rope
+from batchmla.models.names import (
+    layer_rule,
+    mlp_rules,
+    moe_rules,
+    norm_rules,
+    outer_rules,
+    skip_mtp,
+)
 from batchmla.parallel import Par
 from batchmla.placement import Placement
 from batchmla.weights.rules import Rule, Skip
+
+V2 = "DeepseekV2ForCausalLM"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +52,7 @@ class Config:
     num_experts: int
     num_shared: int
     router: RouterDims
+    has_router_bias: bool
     num_heads: int
     query_rank: int | None
     attention: MlaDims  # of all heads
@@ -51,12 +66,11 @@ class Config:
     @staticmethod
     def from_hf(raw: Mapping[str, Any]) -> "Config":
         """Reads `config.json`; what this family cannot compute is refused by name."""
-        fields = Fields(raw)
+        fields, is_v2 = Fields(raw), raw["architectures"][0] == V2
         fields.require("hidden_act", "silu")
-        fields.require("attention_bias", False)
+        for name in ("attention_bias", "mlp_bias"):
+            fields.require(name, False)
         fields.require("rope_interleave", True)
-        fields.require("scoring_func", "sigmoid")
-        fields.require("topk_method", "noaux_tc")
         fields.require("moe_layer_freq", 1)
         num_heads, rope_width = (
             fields.integer("num_attention_heads"),
@@ -67,15 +81,18 @@ class Config:
         num_layers = fields.integer("num_hidden_layers")
         return Config(
             num_layers=num_layers,
-            num_dense_layers=min(fields.count("first_k_dense_replace", 3), num_layers),
+            num_dense_layers=min(
+                fields.count("first_k_dense_replace", 0 if is_v2 else 3), num_layers
+            ),
             vocab_size=fields.integer("vocab_size"),
             max_positions=fields.integer("max_position_embeddings"),
             width=fields.integer("hidden_size"),
             ffn_width=fields.integer("intermediate_size"),
             expert_width=fields.integer("moe_intermediate_size"),
             num_experts=fields.integer("n_routed_experts"),
-            num_shared=fields.count("n_shared_experts", 1),
-            router=_read_router(fields),
+            num_shared=fields.count("n_shared_experts", 2 if is_v2 else 1),
+            router=_read_v2_router(fields) if is_v2 else _read_router(fields),
+            has_router_bias=not is_v2,
             num_heads=num_heads,
             query_rank=fields.optional("q_lora_rank"),
             attention=MlaDims(
@@ -89,7 +106,7 @@ class Config:
             eps=fields.number("rms_norm_eps", 1e-6),
             rope=rope,
             is_tied=fields.flag("tie_word_embeddings", False),
-            num_mtp_layers=fields.count("num_nextn_predict_layers", 1),
+            num_mtp_layers=fields.count("num_nextn_predict_layers", 0 if is_v2 else 1),
             dtype=fields.dtype(),
             quantization=fields.quantization(),
         )
@@ -106,25 +123,56 @@ class Config:
 
 
 def _read_router(fields: Fields) -> RouterDims:
-    num_experts, active = fields.integer("n_routed_experts"), fields.integer("num_experts_per_tok")
+    """V3: groups rank by their two best, weights are normalised if the config says so."""
+    fields.require("scoring_func", "sigmoid")
+    fields.require("topk_method", "noaux_tc")
     groups, kept = fields.integer("n_group", 1), fields.integer("topk_group", 1)
+    return RouterDims(
+        active=_check_groups(fields, groups, kept),
+        groups=groups,
+        kept_groups=kept,
+        normalise=fields.flag("norm_topk_prob", True),
+        scale=fields.number("routed_scaling_factor", 1.0),
+    )
+
+
+def _read_v2_router(fields: Fields) -> RouterDims:
+    """V2: groups rank by their best, and only if the method limits them.
+
+    What `norm_topk_prob` adds is not settled: DeepSeek's code then drops the scaling factor,
+    transformers ignores the field. Every published V2 has it off.
+    """
+    fields.require("scoring_func", "softmax")
+    fields.require("topk_method", "greedy", "group_limited_greedy")
+    fields.require("norm_topk_prob", False)
+    groups = kept = 1
+    if fields.raw.get("topk_method") == "group_limited_greedy":
+        groups, kept = fields.integer("n_group"), fields.integer("topk_group")
+    return RouterDims(
+        active=_check_groups(fields, groups, kept),
+        groups=groups,
+        kept_groups=kept,
+        normalise=False,
+        scale=fields.number("routed_scaling_factor", 1.0),
+        scoring=Scoring.SOFTMAX,
+        group_best=1,
+    )
+
+
+def _check_groups(fields: Fields, groups: int, kept: int) -> int:
+    """The number of active experts, which the kept groups must hold."""
+    num_experts, active = fields.integer("n_routed_experts"), fields.integer("num_experts_per_tok")
     if num_experts % groups or kept > groups:
         raise JobError(
-            f"config.json: {num_experts} experts do not divide into n_group {groups} groups with "
-            f"topk_group {kept} are kept"
+            f"config.json: {num_experts} experts do not divide into n_group {groups} groups of "
+            f"which topk_group {kept} are kept"
         )
     if active > num_experts // groups * kept:
         raise JobError(
             f"config.json: num_experts_per_tok {active} exceeds the "
             f"{num_experts // groups * kept} experts of topk_group {kept}"
         )
-    return RouterDims(
-        active=active,
-        groups=groups,
-        kept_groups=kept,
-        normalise=fields.flag("norm_topk_prob", True),
-        scale=fields.number("routed_scaling_factor", 1.0),
-    )
+    return active
 
 
 def layout(config: Config, kv_dtype: str, placement: Placement, page_tokens: int) -> KVLayout:
@@ -180,40 +228,20 @@ def _build_moe(config: Config, par: Par, ops: Ops) -> Moe:
         expert_width=config.expert_width,
         shared_width=config.num_shared * config.expert_width,
         router=config.router,
+        has_router_bias=config.has_router_bias,
     )
 
 
 def rules(config: Config) -> tuple[Rule | Skip, ...]:
     """Hugging Face's names."""
-    width, vocab = config.width, config.vocab_size
-    found: list[Rule | Skip] = [
-        Rule(source="model.embed_tokens.weight", target="embed.weight", shape=(vocab, width),
-             shard_axis=0),
-        Rule(source="model.norm.weight", target="norm.weight", shape=(width,)),
-        Skip(pattern=r"model\.layers\.(\d+)\..*", from_layer=config.num_layers,
-             reason="multi-token prediction is not used"),
-        Skip(pattern=r".*\.rotary_emb\.inv_freq", reason="rotary frequencies are computed"),
-    ]  # fmt: skip
-    if config.is_tied:
-        found.append(Skip(pattern=r"lm_head\.weight", reason="the head is tied to the embedding"))
-    else:
-        found.append(
-            Rule(source="lm_head.weight", target="head.weight", shape=(vocab, width), shard_axis=0)
-        )
-    return (*found, *_attention_rules(config), *_ffn_rules(config))
-
-
-def _rule(
-    layers: range, source: str, target: str, shape: tuple[int, ...],
-    shard_axis: int | None = None, num_experts: int = 1,
-) -> Rule:  # fmt: skip
-    return Rule(
-        source=f"model.layers.{{layer}}.{source}",
-        target=f"layers.{{layer}}.{target}",
-        shape=shape,
-        shard_axis=shard_axis,
-        layers=layers,
-        num_experts=num_experts,
+    found = outer_rules(config.vocab_size, config.width, config.is_tied)
+    if config.num_mtp_layers:
+        found.append(skip_mtp(config.num_layers))
+    return (
+        *found,
+        *norm_rules(range(config.num_layers), config.width),
+        *_attention_rules(config),
+        *_ffn_rules(config),
     )
 
 
@@ -222,60 +250,43 @@ def _attention_rules(config: Config) -> list[Rule]:
         range(config.num_layers), config.width, config.attention, config.query_rank,
     )  # fmt: skip
     q_rows, attn = dims.heads * (dims.nope + dims.rope), "self_attn"
-    found = [
-        _rule(layers, "input_layernorm.weight", "attention_norm.weight", (width,)),
-        _rule(layers, "post_attention_layernorm.weight", "ffn_norm.weight", (width,)),
-    ]
     if rank is None:
-        found.append(
-            _rule(layers, f"{attn}.q_proj.weight", "attention.down.weight", (q_rows, width), 0)
-        )
-    else:
-        found += [
-            _rule(layers, f"{attn}.q_a_proj.weight", "attention.down.weight", (rank, width)),
-            _rule(layers, f"{attn}.q_a_layernorm.weight", "attention.q_norm.weight", (rank,)),
-            _rule(layers, f"{attn}.q_b_proj.weight", "attention.q_up.weight", (q_rows, rank), 0),
+        found = [
+            layer_rule(layers, f"{attn}.q_proj.weight", "attention.down.weight", (q_rows, width), 0)
         ]
+    else:
+        found = [
+            layer_rule(layers, f"{attn}.q_a_proj.weight", "attention.down.weight", (rank, width)),
+            layer_rule(layers, f"{attn}.q_a_layernorm.weight", "attention.q_norm.weight", (rank,)),
+            layer_rule(layers, f"{attn}.q_b_proj.weight", "attention.q_up.weight",
+                       (q_rows, rank), 0),
+        ]  # fmt: skip
     return [
         *found,
-        _rule(layers, f"{attn}.kv_a_proj_with_mqa.weight", "attention.down.weight",
-              (dims.latent + dims.rope, width)),
-        _rule(layers, f"{attn}.kv_a_layernorm.weight", "attention.latent_norm.weight",
-              (dims.latent,)),
-        _rule(layers, f"{attn}.kv_b_proj.weight", "attention.kv_b",
-              (dims.heads * (dims.nope + dims.value), dims.latent), 0),
-        _rule(layers, f"{attn}.o_proj.weight", "attention.out.weight",
-              (width, dims.heads * dims.value), 1),
+        layer_rule(layers, f"{attn}.kv_a_proj_with_mqa.weight", "attention.down.weight",
+                   (dims.latent + dims.rope, width)),
+        layer_rule(layers, f"{attn}.kv_a_layernorm.weight", "attention.latent_norm.weight",
+                   (dims.latent,)),
+        layer_rule(layers, f"{attn}.kv_b_proj.weight", "attention.kv_b",
+                   (dims.heads * (dims.nope + dims.value), dims.latent), 0),
+        layer_rule(layers, f"{attn}.o_proj.weight", "attention.out.weight",
+                   (width, dims.heads * dims.value), 1),
     ]  # fmt: skip
 
 
 def _ffn_rules(config: Config) -> list[Rule]:
     dense = range(config.num_dense_layers)
     sparse = range(config.num_dense_layers, config.num_layers)
-    width, experts, expert_width = config.width, config.num_experts, config.expert_width
-    found = []
-    for name in ("gate", "up"):
-        found += [
-            _rule(dense, f"mlp.{name}_proj.weight", "ffn.up.weight", (config.ffn_width, width), 0),
-            _rule(sparse, f"mlp.experts.{{expert}}.{name}_proj.weight", "ffn.experts_up",
-                  (expert_width, width), 0, experts),
-        ]  # fmt: skip
-    found += [
-        _rule(dense, "mlp.down_proj.weight", "ffn.down.weight", (width, config.ffn_width), 1),
-        _rule(sparse, "mlp.experts.{expert}.down_proj.weight", "ffn.experts_down",
-              (width, expert_width), 1, experts),
-        _rule(sparse, "mlp.gate.weight", "ffn.router.weight", (experts, width)),
-        _rule(sparse, "mlp.gate.e_score_correction_bias", "ffn.router.bias", (experts,)),
-    ]  # fmt: skip
-    shared = config.num_shared * expert_width
-    if shared:
-        found += [
-            _rule(sparse, f"mlp.shared_experts.{name}_proj.weight", "ffn.shared.up.weight",
-                  (shared, width), 0)
-            for name in ("gate", "up")
-        ]  # fmt: skip
+    width, shared_width = config.width, config.num_shared * config.expert_width
+    found = [
+        *mlp_rules(dense, width, config.ffn_width),
+        *moe_rules(sparse, width, config.expert_width, config.num_experts),
+    ]
+    if config.has_router_bias:
         found.append(
-            _rule(sparse, "mlp.shared_experts.down_proj.weight", "ffn.shared.down.weight",
-                  (width, shared), 1)
+            layer_rule(sparse, "mlp.gate.e_score_correction_bias", "ffn.router.bias",
+                       (config.num_experts,))
         )  # fmt: skip
+    if shared_width:
+        found += mlp_rules(sparse, width, shared_width, "mlp.shared_experts", "ffn.shared")
     return found

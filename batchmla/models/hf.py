@@ -76,17 +76,58 @@ class Fields:
         return str(value["quant_method"])
 
 
-def read_rope(fields: Fields, width: int) -> tuple[RopeSpec, float]:
+def refuse_sliding_window(fields: Fields) -> None:
+    """A window that some layer uses, as Qwen's configs say it: `layer_types`, or the switch."""
+    kinds = fields.raw.get("layer_types")
+    if kinds is not None:
+        if not isinstance(kinds, list) or set(kinds) != {"full_attention"}:
+            raise JobError(
+                f"{fields.where}: layer_types may name full_attention only, not {kinds!r}: sliding "
+                f"windows are not supported"
+            )
+    elif fields.flag("use_sliding_window", False) and fields.raw.get("sliding_window") is not None:
+        raise JobError(
+            f"{fields.where}: use_sliding_window with sliding_window "
+            f"{fields.raw['sliding_window']!r} is not supported; set it to false if no text will "
+            f"be longer than the window"
+        )
+
+
+def read_heads(fields: Fields) -> tuple[int, int]:
+    """Query heads and kv heads, which divide them; without kv heads every head has its own."""
+    num_heads = fields.integer("num_attention_heads")
+    num_kv_heads = fields.integer("num_key_value_heads", num_heads)
+    if num_heads % num_kv_heads:
+        raise JobError(
+            f"{fields.where}: num_attention_heads {num_heads} is no multiple of "
+            f"num_key_value_heads {num_kv_heads}"
+        )
+    return num_heads, num_kv_heads
+
+
+def check_active(fields: Fields, active: int, num_experts: int) -> None:
+    """Refuses to choose more experts than there are."""
+    if active > num_experts:
+        raise JobError(
+            f"{fields.where}: num_experts_per_tok {active} exceeds the {num_experts} experts"
+        )
+
+
+def read_rope(
+    fields: Fields, width: int, share: float = 1.0, default_theta: float = 10000.0
+) -> tuple[RopeSpec, float]:
     """The angles, and the factor of YaRN's `mscale_all_dim` on scores' magnitude (1 without it).
 
-    `rope_parameters` holds what `rope_scaling` and `rope_theta` hold in older files.
+    `rope_parameters` holds what `rope_scaling` and `rope_theta` hold in older files. `width` is
+    what is rotated, `share` its part of a head, which the file may repeat and not contradict.
     """
     raw = fields.raw.get("rope_parameters") or fields.raw.get("rope_scaling") or {}
     if not isinstance(raw, Mapping):
         raise JobError(f"{fields.where}: rope_parameters must be an object, not {raw!r}")
     rope = Fields(raw, f"{fields.where}: rope_parameters")
-    theta = rope.number("rope_theta", fields.number("rope_theta", 10000.0))
-    rope.require("partial_rotary_factor", 1.0)
+    theta = rope.number("rope_theta", fields.number("rope_theta", default_theta))
+    for place in (fields, rope):
+        place.require("partial_rotary_factor", share)
     kind = raw.get("rope_type") or raw.get("type") or "default"
     if kind == "default":
         return RopeSpec(width=width, theta=theta), 1.0

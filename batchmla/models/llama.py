@@ -1,4 +1,7 @@
-"""Llama: grouped-query attention and gated MLPs (SmolLM2, Llama 3, the Llama distills of R1)."""
+"""Llama, Qwen2, Qwen3 and Qwen3-MoE: grouped-query attention, gated MLPs or softmax-routed experts.
+
+SmolLM2, Llama 3 and the distills of R1 are of this family.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,70 +11,93 @@ import torch
 
 from batchmla.attention import gqa
 from batchmla.errors import JobError
-from batchmla.kernels.ops import Ops
+from batchmla.kernels.ops import Ops, RouterDims, Scoring
 from batchmla.kv.layout import KVLayout
 from batchmla.kv.step import Step
 from batchmla.layers.embed import Embedding, Head
 from batchmla.layers.mlp import GatedMlp
+from batchmla.layers.moe import Moe
 from batchmla.layers.norm import RmsNorm
 from batchmla.layers.rope import Rope, RopeSpec
 from batchmla.models.base import Plans
 from batchmla.models.decoder import Decoder, Layer
-from batchmla.models.hf import Fields, read_rope
+from batchmla.models.hf import (
+    Fields,
+    check_active,
+    read_heads,
+    read_rope,
+    refuse_sliding_window,
+)
+from batchmla.models.names import (
+    gqa_rules,
+    layer_rule,
+    mlp_rules,
+    moe_rules,
+    norm_rules,
+    outer_rules,
+)
 from batchmla.parallel import Par
 from batchmla.placement import Placement
 from batchmla.weights.rules import Rule, Skip
 
+LLAMA, QWEN2 = "LlamaForCausalLM", "Qwen2ForCausalLM"
+QWEN3, QWEN3_MOE = "Qwen3ForCausalLM", "Qwen3MoeForCausalLM"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Experts:
+    """The routed experts of some layers."""
+
+    layers: tuple[int, ...]
+    num_experts: int
+    width: int
+    router: RouterDims
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
-    """One model. The two flags are what sets later members of the family apart."""
+    """One model. `experts` None: every layer has an MLP of `ffn_width`."""
 
     num_layers: int
     vocab_size: int
     max_positions: int
     width: int
     ffn_width: int
+    experts: Experts | None
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    has_qkv_bias: bool
+    qk_norm: gqa.QkNorm
     eps: float
     rope: RopeSpec
     is_tied: bool
     dtype: str
-    quantization: str | None = None
-    has_qkv_bias: bool = False
-    has_head_norms: bool = False
+    quantization: str | None
 
     @staticmethod
     def from_hf(raw: Mapping[str, Any]) -> "Config":
         """Reads `config.json`; what this family cannot compute is refused by name."""
-        fields = Fields(raw)
+        name, fields = raw["architectures"][0], Fields(raw)
         fields.require("hidden_act", "silu")
-        for name in ("attention_bias", "mlp_bias"):
-            fields.require(name, False)
-        width, num_heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
-        if raw.get("head_dim") is None and width % num_heads:
-            raise JobError(
-                f"config.json: hidden_size {width} is no multiple of num_attention_heads "
-                f"{num_heads}"
-            )
-        num_kv_heads = fields.integer("num_key_value_heads", num_heads)
-        if num_heads % num_kv_heads:
-            raise JobError(
-                f"config.json: num_attention_heads {num_heads} is no multiple of "
-                f"num_key_value_heads {num_kv_heads}"
-            )
-        head_dim = fields.integer("head_dim", width // num_heads)
+        fields.require("attention_bias", name == QWEN2)
+        fields.require("mlp_bias", False)
+        if name != LLAMA:
+            refuse_sliding_window(fields)
+        num_heads, num_kv_heads = read_heads(fields)
+        head_dim = _read_head_dim(fields, num_heads)
         return Config(
             num_layers=fields.integer("num_hidden_layers"),
             vocab_size=fields.integer("vocab_size"),
             max_positions=fields.integer("max_position_embeddings"),
-            width=width,
+            width=fields.integer("hidden_size"),
             ffn_width=fields.integer("intermediate_size"),
+            experts=_read_experts(fields) if name == QWEN3_MOE else None,
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
+            has_qkv_bias=name == QWEN2,
+            qk_norm=gqa.QkNorm.HEAD if name in (QWEN3, QWEN3_MOE) else gqa.QkNorm.NONE,
             eps=fields.number("rms_norm_eps", 1e-6),
             rope=read_rope(fields, head_dim)[0],
             is_tied=fields.flag("tie_word_embeddings", False),
@@ -90,6 +116,48 @@ class Config:
         return 2 * self.num_heads * self.head_dim
 
 
+def _read_head_dim(fields: Fields, num_heads: int) -> int:
+    """Qwen3 heads have a width of their own; elsewhere the default is an equal share."""
+    width, name = fields.integer("hidden_size"), fields.raw["architectures"][0]
+    if fields.raw.get("head_dim") is not None or name == QWEN3:
+        return fields.integer("head_dim")
+    if width % num_heads:
+        raise JobError(
+            f"config.json: hidden_size {width} is no multiple of num_attention_heads {num_heads}"
+        )
+    return width // num_heads
+
+
+def _read_experts(fields: Fields) -> Experts | None:
+    """Every `decoder_sparse_step`-th layer that `mlp_only_layers` does not name."""
+    dense = fields.raw.get("mlp_only_layers") or []
+    if not isinstance(dense, list) or not all(isinstance(layer, int) for layer in dense):
+        raise JobError(f"config.json: mlp_only_layers must be a list of layers, not {dense!r}")
+    step = fields.integer("decoder_sparse_step", 1)
+    layers = tuple(
+        layer
+        for layer in range(fields.integer("num_hidden_layers"))
+        if (layer + 1) % step == 0 and layer not in dense
+    )
+    if not layers:
+        return None
+    # transformers writes num_local_experts, the published files num_experts
+    published = "num_experts" if "num_experts" in fields.raw else "num_local_experts"
+    num_experts, active = fields.integer(published), fields.integer("num_experts_per_tok")
+    check_active(fields, active, num_experts)
+    return Experts(
+        layers=layers,
+        num_experts=num_experts,
+        width=fields.integer("moe_intermediate_size"),
+        router=RouterDims(
+            active=active,
+            normalise=fields.flag("norm_topk_prob", False),
+            scale=1.0,
+            scoring=Scoring.SOFTMAX,
+        ),
+    )
+
+
 def layout(config: Config, kv_dtype: str, placement: Placement, page_tokens: int) -> KVLayout:
     """k and v of this rank's kv heads in every layer."""
     parts = gqa.parts(config.num_kv_heads, config.head_dim, kv_dtype, placement)
@@ -103,7 +171,7 @@ def build(config: Config, par: Par, ops: Ops) -> Decoder:
     def plan_step(step: Step, dtype: torch.dtype) -> Plans:
         return {gqa.KIND: gqa.plan(step, rope, dtype)}
 
-    def build_layer() -> Layer:
+    def build_layer(index: int) -> Layer:
         attention = gqa.GqaAttention(
             par,
             ops,
@@ -111,53 +179,53 @@ def build(config: Config, par: Par, ops: Ops) -> Decoder:
             num_heads=config.num_heads,
             num_kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
+            eps=config.eps,
             has_qkv_bias=config.has_qkv_bias,
-            head_norm_eps=config.eps if config.has_head_norms else None,
+            qk_norm=config.qk_norm,
         )
-        ffn = GatedMlp(par, ops, config.width, config.ffn_width)
+        ffn = _build_ffn(config, par, ops, index)
         return Layer(ops, config.width, config.eps, gqa.KIND, attention, ffn)
 
     embed = Embedding(par, config.vocab_size, config.width)
     head = Head(par, ops, config.vocab_size, config.width, embed if config.is_tied else None)
-    layers = tuple(build_layer() for _ in range(config.num_layers))
+    layers = tuple(build_layer(index) for index in range(config.num_layers))
     return Decoder(embed, layers, RmsNorm(ops, config.width, config.eps), head, plan_step)
+
+
+def _build_ffn(config: Config, par: Par, ops: Ops, layer: int) -> Moe | GatedMlp:
+    experts = config.experts
+    if experts is None or layer not in experts.layers:
+        return GatedMlp(par, ops, config.width, config.ffn_width)
+    return Moe(
+        par,
+        ops,
+        width=config.width,
+        num_experts=experts.num_experts,
+        expert_width=experts.width,
+        shared_width=0,
+        router=experts.router,
+        has_router_bias=False,
+    )
 
 
 def rules(config: Config) -> tuple[Rule | Skip, ...]:
     """Hugging Face's names."""
-    width, q_width = config.width, config.num_heads * config.head_dim
-    kv_width = config.num_kv_heads * config.head_dim
-    found: list[Rule | Skip] = [
-        Rule(source="model.embed_tokens.weight", target="embed.weight",
-             shape=(config.vocab_size, width), shard_axis=0),
-        Rule(source="model.norm.weight", target="norm.weight", shape=(width,)),
-        Skip(pattern=r".*\.rotary_emb\.inv_freq", reason="rotary frequencies are computed"),
+    width, head_dim, experts = config.width, config.head_dim, config.experts
+    layers = range(config.num_layers)
+    found = [
+        *outer_rules(config.vocab_size, width, config.is_tied),
+        *norm_rules(layers, width),
+        *gqa_rules(layers, width, config.num_heads * head_dim, config.num_kv_heads * head_dim,
+                   config.has_qkv_bias),
     ]  # fmt: skip
-    if config.is_tied:
-        found.append(Skip(pattern=r"lm_head\.weight", reason="the head is tied to the embedding"))
-    else:
-        found.append(
-            Rule(source="lm_head.weight", target="head.weight",
-                 shape=(config.vocab_size, width), shard_axis=0)
-        )  # fmt: skip
-
-    def add(source: str, target: str, shape: tuple[int, ...], shard_axis: int | None) -> None:
-        found.append(
-            Rule(source=f"model.layers.{{layer}}.{source}", target=f"layers.{{layer}}.{target}",
-                 shape=shape, shard_axis=shard_axis, layers=range(config.num_layers))
-        )  # fmt: skip
-
-    add("input_layernorm.weight", "attention_norm.weight", (width,), None)
-    add("post_attention_layernorm.weight", "ffn_norm.weight", (width,), None)
-    for name, rows in (("q", q_width), ("k", kv_width), ("v", kv_width)):
-        add(f"self_attn.{name}_proj.weight", "attention.qkv.weight", (rows, width), 0)
-        if config.has_qkv_bias:
-            add(f"self_attn.{name}_proj.bias", "attention.qkv.bias", (rows,), 0)
-        if config.has_head_norms and name != "v":
-            add(f"self_attn.{name}_norm.weight", f"attention.{name}_norm.weight",
-                (config.head_dim,), None)  # fmt: skip
-    add("self_attn.o_proj.weight", "attention.out.weight", (width, q_width), 1)
-    for name in ("gate", "up"):
-        add(f"mlp.{name}_proj.weight", "ffn.up.weight", (config.ffn_width, width), 0)
-    add("mlp.down_proj.weight", "ffn.down.weight", (width, config.ffn_width), 1)
+    if config.qk_norm is gqa.QkNorm.HEAD:
+        found += [
+            layer_rule(layers, f"self_attn.{name}.weight", f"attention.{name}.weight", (head_dim,))
+            for name in ("q_norm", "k_norm")
+        ]
+    sparse = () if experts is None else experts.layers
+    dense = [layer for layer in layers if layer not in sparse]
+    found += mlp_rules(dense, width, config.ffn_width)
+    if experts is not None:
+        found += moe_rules(sparse, width, experts.width, experts.num_experts)
     return tuple(found)

@@ -22,7 +22,7 @@ class Rule:
     target: str
     shape: tuple[int, ...]
     shard_axis: int | None = None
-    layers: range = range(1)
+    layers: Sequence[int] = range(1)
     num_experts: int = 1
 
 

@@ -31,12 +31,51 @@ V3 = COMMON | {
     "moe_intermediate_size": 64, "intermediate_size": 192, "norm_topk_prob": True,
     "rope_parameters": YARN,
 }  # fmt: skip
+K2 = V3 | {
+    "n_group": 1, "topk_group": 1, "routed_scaling_factor": 2.827, "num_nextn_predict_layers": 0,
+    "rope_parameters": YARN | {
+        "rope_theta": 50000.0, "factor": 32.0, "beta_fast": 1.0, "beta_slow": 1.0,
+    },
+}  # fmt: skip
+V2_LITE = V3 | {
+    "hidden_size": 64, "q_lora_rank": None, "n_routed_experts": 8, "num_experts_per_tok": 3,
+    "n_shared_experts": 2, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0,
+    "moe_intermediate_size": 32, "intermediate_size": 96, "norm_topk_prob": False,
+    "topk_method": "greedy", "rope_parameters": YARN | {"mscale": 0.707, "mscale_all_dim": 0.707},
+}  # fmt: skip
+V2 = V2_LITE | {
+    "q_lora_rank": 48, "n_routed_experts": 16, "n_group": 4, "topk_group": 2,
+    "topk_method": "group_limited_greedy", "routed_scaling_factor": 16.0,
+}  # fmt: skip
+QWEN2 = LLAMA | {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
+QWEN3 = QWEN2 | {
+    "head_dim": 32, "tie_word_embeddings": True, "rope_parameters": {
+        "rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0,
+        "original_max_position_embeddings": 16,
+    },
+}  # fmt: skip
+QWEN3_MOE = QWEN2 | {
+    "head_dim": 32, "num_hidden_layers": 3, "num_experts": 8, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32, "mlp_only_layers": [0], "norm_topk_prob": True,
+}  # fmt: skip
+MINIMAX_M2 = QWEN2 | {
+    "head_dim": 32, "rotary_dim": 16, "intermediate_size": 32, "num_local_experts": 8,
+    "num_experts_per_tok": 2, "rope_parameters": {"rope_type": "default", "rope_theta": 5e6},
+}  # fmt: skip
 TINY = {
     "llama": ("LlamaForCausalLM", LLAMA),
     "llama_tied": ("LlamaForCausalLM", LLAMA | {"tie_word_embeddings": True, "head_dim": 32}),
+    "qwen2": ("Qwen2ForCausalLM", QWEN2),
+    "qwen3": ("Qwen3ForCausalLM", QWEN3),
+    "qwen3_moe": ("Qwen3MoeForCausalLM", QWEN3_MOE),
+    "minimax_m2": ("MiniMaxM2ForCausalLM", MINIMAX_M2),
+    "v2_lite": ("DeepseekV2ForCausalLM", V2_LITE),
+    "v2": ("DeepseekV2ForCausalLM", V2),
     "v3": ("DeepseekV3ForCausalLM", V3),
     "v3_no_q_lora": ("DeepseekV3ForCausalLM", V3 | {"q_lora_rank": None, "v_head_dim": 24}),
+    "k2": ("DeepseekV3ForCausalLM", K2),
 }
+PLAIN = ("llama", "llama_tied", "v3", "v3_no_q_lora")  # run in every combination of the tests
 
 
 def make_oracle(name: str, seed: int = 0, **changes: Any) -> Any:

@@ -1,0 +1,111 @@
+"""Hugging Face's tensor names that families share, as rules; knows no family's config.
+
+Shapes are those of whole tensors, before ranks cut them.
+"""
+
+from collections.abc import Sequence
+
+from batchmla.weights.rules import Rule, Skip
+
+
+def outer_rules(vocab_size: int, width: int, is_tied: bool) -> list[Rule | Skip]:
+    """Embedding, final norm and head."""
+    found: list[Rule | Skip] = [
+        Rule(source="model.embed_tokens.weight", target="embed.weight",
+             shape=(vocab_size, width), shard_axis=0),
+        Rule(source="model.norm.weight", target="norm.weight", shape=(width,)),
+        Skip(pattern=r".*\.rotary_emb\.inv_freq", reason="rotary frequencies are computed"),
+    ]  # fmt: skip
+    if is_tied:
+        found.append(Skip(pattern=r"lm_head\.weight", reason="the head is tied to the embedding"))
+    else:
+        found.append(
+            Rule(source="lm_head.weight", target="head.weight",
+                 shape=(vocab_size, width), shard_axis=0)
+        )  # fmt: skip
+    return found
+
+
+def skip_mtp(num_layers: int) -> Skip:
+    """Layers behind the last one are draft heads."""
+    return Skip(
+        pattern=r"model\.layers\.(\d+)\..*",
+        from_layer=num_layers,
+        reason="multi-token prediction is not used",
+    )
+
+
+def layer_rule(
+    layers: Sequence[int],
+    source: str,
+    target: str,
+    shape: tuple[int, ...],
+    shard_axis: int | None = None,
+    num_experts: int = 1,
+) -> Rule:
+    """A tensor of every one of `layers`; the names start behind the layer's index."""
+    return Rule(
+        source=f"model.layers.{{layer}}.{source}",
+        target=f"layers.{{layer}}.{target}",
+        shape=shape,
+        shard_axis=shard_axis,
+        layers=layers,
+        num_experts=num_experts,
+    )
+
+
+def norm_rules(layers: Sequence[int], width: int) -> list[Rule]:
+    """The two norms of a pre-norm layer."""
+    return [
+        layer_rule(layers, "input_layernorm.weight", "attention_norm.weight", (width,)),
+        layer_rule(layers, "post_attention_layernorm.weight", "ffn_norm.weight", (width,)),
+    ]
+
+
+def gqa_rules(
+    layers: Sequence[int], width: int, q_width: int, kv_width: int, has_qkv_bias: bool = False
+) -> list[Rule]:
+    """q, k and v stacked, and the output projection."""
+    found = []
+    for name, rows in (("q", q_width), ("k", kv_width), ("v", kv_width)):
+        source, target = f"self_attn.{name}_proj", "attention.qkv"
+        found.append(layer_rule(layers, f"{source}.weight", f"{target}.weight", (rows, width), 0))
+        if has_qkv_bias:
+            found.append(layer_rule(layers, f"{source}.bias", f"{target}.bias", (rows,), 0))
+    out = layer_rule(layers, "self_attn.o_proj.weight", "attention.out.weight", (width, q_width), 1)
+    return [*found, out]
+
+
+def mlp_rules(
+    layers: Sequence[int], width: int, ffn_width: int, source: str = "mlp", target: str = "ffn"
+) -> list[Rule]:
+    """A gated MLP: gate and up stacked, and down."""
+    found = [
+        layer_rule(
+            layers, f"{source}.{name}_proj.weight", f"{target}.up.weight", (ffn_width, width), 0
+        )
+        for name in ("gate", "up")
+    ]
+    down = layer_rule(
+        layers, f"{source}.down_proj.weight", f"{target}.down.weight", (width, ffn_width), 1
+    )
+    return [*found, down]
+
+
+def moe_rules(
+    layers: Sequence[int],
+    width: int,
+    expert_width: int,
+    num_experts: int,
+    source: str = "mlp",
+    names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+) -> list[Rule]:
+    """The router's matrix and the routed experts, one tensor each; `names`: gate, up, down."""
+    gate, up, down = (f"{source}.experts.{{expert}}.{name}.weight" for name in names)
+    rows, columns = (expert_width, width), (width, expert_width)
+    return [
+        layer_rule(layers, f"{source}.gate.weight", "ffn.router.weight", (num_experts, width)),
+        layer_rule(layers, gate, "ffn.experts_up", rows, 0, num_experts),
+        layer_rule(layers, up, "ffn.experts_up", rows, 0, num_experts),
+        layer_rule(layers, down, "ffn.experts_down", columns, 1, num_experts),
+    ]
