@@ -56,19 +56,21 @@ def oracle_logits(oracle: Any, prompt: list[int], ids: list[int]) -> torch.Tenso
 
 
 def make_prompts(tokenizer: Any) -> list[list[int]]:
-    """Half are heads of functions to go on with, half questions about a function, all different."""
+    """Heads of functions to go on with, every fifth a question about one; most are short: time."""
     make_data = smollm2.script("make_data")
     functions = make_data.library_functions(Path(sysconfig.get_path("stdlib")))
     prompts: list[list[int]] = []
     for function in make_data.pick(functions, 600):
-        if len(prompts) % 2:
-            ids = tokenizer(function.code).input_ids[: MIN_PROMPT_TOKENS + len(prompts)]
+        number = len(prompts)
+        if number % 5:
+            ids = tokenizer(function.code).input_ids[: MIN_PROMPT_TOKENS + number // 2]
         else:
-            question = f"In one sentence, what does this do?\n\n{function.code}"
-            ids = tokenizer.apply_chat_template(
-                [{"role": "user", "content": question}], add_generation_prompt=True
-            )["input_ids"]
-        longest = MAX_PROMPT_TOKENS if len(prompts) % 10 == 0 else 100  # few long ones: time
+            messages = [
+                {"role": "system", "content": "Answer in one sentence."},
+                {"role": "user", "content": f"What does this do?\n\n{function.code}"},
+            ]
+            ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
+        longest = MAX_PROMPT_TOKENS if number % 10 == 0 else MAX_PROMPT_TOKENS // 2
         if MIN_PROMPT_TOKENS <= len(ids) <= longest and ids not in prompts:
             prompts.append(ids)
     assert len(prompts) >= NUM_PROMPTS
