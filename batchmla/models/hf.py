@@ -60,8 +60,12 @@ class Fields:
             raise JobError(f"{self.where}: {name} {value!r} is not supported, only {listed}")
 
     def dtype(self) -> str:
-        """`dtype`, or `torch_dtype` as older files spell it; float32 where neither is given."""
-        value = self.raw.get("dtype") or self.raw.get("torch_dtype") or "float32"
+        """`dtype`, or `torch_dtype` as older files spell it.
+
+        Where neither is given: bfloat16 beside quantised weights, else float32.
+        """
+        default = "float32" if self.raw.get("quantization_config") is None else "bfloat16"
+        value = self.raw.get("dtype") or self.raw.get("torch_dtype") or default
         if value not in DTYPES:
             raise JobError(f"{self.where}: dtype {value!r} is not one of {', '.join(DTYPES)}")
         return str(value)

@@ -1,8 +1,10 @@
 """The whole engine on tiny checkpoints: ids and logits of transformers, whatever happens."""
 
 import itertools
+from collections.abc import Callable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from fakes import ListSource, make_prompt
-from tiny import oracle_logits, write_tiny
+from tiny import CORE, TINY, oracle_logits, write_tiny
 
 from batchmla.core import Completion, EngineOptions, FinishReason, Prompt, SamplingParams
 from batchmla.engine.engine import EngineCore, load_engine
@@ -20,6 +22,21 @@ from batchmla.engine.sequence import Sequence
 from batchmla.errors import DeviceError
 
 NEW_TOKENS = 16
+CHANGES: list[dict[str, Any]] = [
+    {"block_size": 16},
+    {"block_size": 4, "max_batched_tokens": 7},
+    {"block_size": 8, "max_batched_tokens": 64, "max_num_seqs": 2},
+    {"block_size": 8, "kv_pool_tokens": 160, "max_model_len": 92, "prefix_caching": False},
+    {"block_size": 4, "kv_pool_tokens": 160, "max_model_len": 92},
+    {"block_size": 16, "backend": "reference", "max_batched_tokens": 33},
+]
+BOTH_FLAVOURS = ("llama", "v3")
+# families that share a flavour with these run what is hardest: small chunks, and preemption
+PAIRS = [
+    pytest.param(name, change, id=f"{name}-{change}")
+    for name in (*BOTH_FLAVOURS, *(name for name in TINY if name not in CORE))
+    for change in (CHANGES if name in BOTH_FLAVOURS else (CHANGES[1], CHANGES[4]))
+]
 PREFIX = [int(token) for token in np.random.default_rng(7).integers(2, 256, 40)]
 
 
@@ -33,10 +50,19 @@ class Case:
     logits: list[torch.Tensor]
 
 
-@pytest.fixture(scope="module", params=["llama", "v3"])
-def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
-    folder = tmp_path_factory.mktemp(request.param)
-    oracle = write_tiny(folder, request.param)
+@pytest.fixture(scope="module")
+def cases(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Case]:
+    """Each family's case, made once."""
+    return cache(lambda name: make_case(tmp_path_factory.mktemp(name), name))
+
+
+@pytest.fixture
+def case(request: pytest.FixtureRequest, cases: Callable[[str], Case]) -> Case:
+    return cases(request.param)
+
+
+def make_case(folder: Path, name: str) -> Case:
+    oracle = write_tiny(folder, name)
     rng = np.random.default_rng(1)
     texts = [rng.integers(2, 256, length).tolist() for length in (1, 5, 16, 17, 33, 70)]
     texts += [PREFIX + rng.integers(2, 256, length).tolist() for length in (1, 3, 9)]
@@ -93,18 +119,7 @@ def check(case: Case, found: dict[int, Completion], logits: dict[tuple[int, int]
             torch.testing.assert_close(got_V, expected_TV[position - 1], rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"block_size": 16},
-        {"block_size": 4, "max_batched_tokens": 7},
-        {"block_size": 8, "max_batched_tokens": 64, "max_num_seqs": 2},
-        {"block_size": 8, "kv_pool_tokens": 160, "max_model_len": 92, "prefix_caching": False},
-        {"block_size": 4, "kv_pool_tokens": 160, "max_model_len": 92},
-        {"block_size": 16, "backend": "reference", "max_batched_tokens": 33},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("case", "change"), PAIRS, indirect=["case"])
 def test_greedy_ids_and_logits_equal_transformers(case: Case, change: dict[str, Any]) -> None:
     options = EngineOptions(model=str(case.folder), device="cpu", dtype="float32", **change)
     engine = load_engine(options)
@@ -128,6 +143,7 @@ def test_greedy_ids_and_logits_equal_transformers(case: Case, change: dict[str, 
     engine.close()
 
 
+@pytest.mark.parametrize("case", BOTH_FLAVOURS, indirect=True)
 def test_dummy_weights_need_no_checkpoint_and_repeat(case: Case) -> None:
     (case.folder / "config").mkdir(exist_ok=True)
     (case.folder / "config/config.json").write_bytes((case.folder / "config.json").read_bytes())
@@ -142,6 +158,7 @@ def test_dummy_weights_need_no_checkpoint_and_repeat(case: Case) -> None:
     assert runs[0] == runs[1] and len(runs[0]) == 3
 
 
+@pytest.mark.parametrize("case", BOTH_FLAVOURS, indirect=True)
 def test_a_context_that_cannot_fit_is_refused_before_loading(case: Case) -> None:
     options = EngineOptions(model=str(case.folder), device="cpu", kv_pool_tokens=64)
     with pytest.raises(DeviceError, match="max_model_len to 64 or less"):

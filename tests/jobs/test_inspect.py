@@ -5,7 +5,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from published import DEEPSEEK_R1, DISTILL_LLAMA_8B
+from published import (
+    DEEPSEEK_R1,
+    DEEPSEEK_V2,
+    DEEPSEEK_V2_LITE,
+    DISTILL_LLAMA_8B,
+    DISTILL_QWEN_7B,
+    KIMI_K2,
+    MINIMAX_M2,
+    QWEN3_30B_A3B,
+)
 
 from batchmla.errors import JobError
 from batchmla.jobs.inspect import inspect_model, print_inspect
@@ -38,6 +47,45 @@ def test_distill_llama_keeps_eight_heads(tmp_path: Path) -> None:
     facts = inspect_model(folder_of(tmp_path, DISTILL_LLAMA_8B))
     assert facts["kv_bytes_per_token"] == facts["kv_bytes_per_token_gqa8"] == 131_072
     assert facts["parameters"] == 8_030_261_248
+
+
+# config, attention, KV bytes a token in bfloat16, parameters, active ones in billions, MHA bytes a
+# token and layer; parameters are those of the published checkpoints without scales
+PUBLISHED = [
+    (DEEPSEEK_V2_LITE, {"mla": 27}, 31_104, 15_706_484_224, 2.4, 16 * 320 * 2),
+    (DEEPSEEK_V2, {"mla": 60}, 69_120, 235_741_434_880, 21, 128 * 320 * 2),
+    (KIMI_K2, {"mla": 61}, 70_272, 1_026_408_232_448, 32, 64 * 320 * 2),
+    (DISTILL_QWEN_7B, {"gqa": 28}, 57_344, 7_615_616_512, 7.6, 2 * 28 * 128 * 2),
+    (QWEN3_30B_A3B, {"gqa": 48}, 98_304, 30_532_122_624, 3.3, 2 * 32 * 128 * 2),
+    (MINIMAX_M2, {"gqa": 62}, 253_952, 228_689_764_864, 10, 2 * 48 * 128 * 2),
+]
+
+
+@pytest.mark.parametrize(
+    ("raw", "attention", "token_bytes", "parameters", "active", "mha"),
+    PUBLISHED,
+    ids=["v2_lite", "v2", "k2", "distill_qwen", "qwen3_moe", "minimax_m2"],
+)
+def test_published_models_take_the_published_bytes(
+    tmp_path: Path,
+    raw: dict[str, Any],
+    attention: dict[str, int],
+    token_bytes: int,
+    parameters: int,
+    active: float,
+    mha: int,
+) -> None:
+    facts = inspect_model(folder_of(tmp_path, raw))
+    layers = raw["num_hidden_layers"]
+    assert facts["attention"] == attention
+    assert facts["kv_dtype"] == "bfloat16"
+    assert facts["kv_bytes_per_token"] == token_bytes
+    assert facts["kv_bytes_per_token_per_layer"] == [token_bytes // layers] * layers
+    assert facts["kv_bytes_at"]["32768"] == token_bytes * 32_768
+    assert facts["kv_bytes_per_token_mha"] == layers * mha
+    assert facts["parameters"] == parameters
+    assert active * 1e9 < facts["active_parameters"] < (active * 1.12) * 1e9
+    assert facts["quantization"] == raw.get("quantization_config", {}).get("quant_method")
 
 
 def test_a_bare_config_says_what_is_not_known(tmp_path: Path) -> None:

@@ -4,16 +4,17 @@ from typing import Any
 
 import pytest
 import torch
-from published import DEEPSEEK_R1
+from published import DEEPSEEK_R1, DEEPSEEK_V2_LITE, KIMI_K2, MINIMAX_M2
 from tiny import LLAMA3, TINY, make_oracle
 
 from batchmla import kernels
 from batchmla.errors import JobError
-from batchmla.layers.rope import RopeKind
+from batchmla.layers.rope import RopeKind, RopeSpec
 from batchmla.models import get_family
 from batchmla.models.load import count_model, load_model
 from batchmla.parallel import Par
 from batchmla.placement import Placement
+from batchmla.weights.rules import expand
 
 
 def raw_of(name: str, **changes: Any) -> dict[str, Any]:
@@ -53,6 +54,49 @@ def test_unknown_architecture_is_refused_with_the_known_ones() -> None:
         ("v3", {"n_group": 3}, "n_group 3"),
         ("v3", {"num_experts_per_tok": 9}, "num_experts_per_tok 9"),
         ("v3", {"moe_layer_freq": 2}, "moe_layer_freq 2"),
+        ("v2", {"scoring_func": "sigmoid"}, "scoring_func 'sigmoid'"),
+        ("v2", {"topk_method": "noaux_tc"}, "topk_method 'noaux_tc'"),
+        ("v2", {"norm_topk_prob": True}, "norm_topk_prob True"),
+        ("v2", {"n_group": None}, "n_group must be a positive integer"),
+        ("v2", {"n_group": 5}, "n_group 5"),
+        ("v2", {"num_experts_per_tok": 9}, "num_experts_per_tok 9 exceeds the 8 experts"),
+        ("v2_lite", {"num_experts_per_tok": 9}, "num_experts_per_tok 9 exceeds the 8 experts"),
+        ("v2", {"mlp_bias": True}, "mlp_bias True"),
+        ("qwen2", {"attention_bias": False}, "attention_bias False"),
+        (
+            "qwen2",
+            {"use_sliding_window": True, "sliding_window": 4096},
+            "use_sliding_window with sliding_window 4096",
+        ),
+        (
+            "qwen3",
+            {"layer_types": ["full_attention", "sliding_attention"]},
+            r"layer_types.*sliding windows are not supported",
+        ),
+        ("qwen3", {"attention_bias": True}, "attention_bias True"),
+        ("qwen3", {"head_dim": None}, "head_dim must be a positive integer"),
+        ("qwen3", {"rope_parameters": {"rope_type": "dynamic"}}, "rope type 'dynamic'"),
+        ("qwen3", {"partial_rotary_factor": 0.5}, r"partial_rotary_factor 0\.5"),
+        ("qwen3_moe", {"num_experts_per_tok": 9}, "num_experts_per_tok 9"),
+        ("qwen3_moe", {"mlp_only_layers": "0"}, "mlp_only_layers must be a list"),
+        ("qwen3_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step"),
+        (
+            "qwen3_moe",
+            {"use_sliding_window": True, "sliding_window": 64},
+            "use_sliding_window with sliding_window 64",
+        ),
+        ("minimax_m2", {"scoring_func": "softmax"}, "scoring_func 'softmax'"),
+        ("minimax_m2", {"qk_norm_type": "per_head"}, "qk_norm_type 'per_head'"),
+        ("minimax_m2", {"use_qk_norm": False}, "use_qk_norm False"),
+        ("minimax_m2", {"use_routing_bias": False}, "use_routing_bias False"),
+        ("minimax_m2", {"shared_intermediate_size": 64}, "shared_intermediate_size 64"),
+        ("minimax_m2", {"attn_type_list": [0, 1]}, "attn_type_list"),
+        ("minimax_m2", {"sliding_window": 128}, "sliding_window 128"),
+        ("minimax_m2", {"rotary_dim": 17}, "rotary_dim 17"),
+        ("minimax_m2", {"rotary_dim": 64}, "rotary_dim 64"),
+        ("minimax_m2", {"partial_rotary_factor": 0.25}, r"partial_rotary_factor 0\.25"),
+        ("minimax_m2", {"num_experts_per_tok": 9}, "num_experts_per_tok 9"),
+        ("minimax_m2", {"num_key_value_heads": 3}, "num_key_value_heads 3"),
     ],
 )
 def test_what_cannot_be_computed_is_refused_by_name(
@@ -73,6 +117,56 @@ def test_old_and_new_rope_fields_mean_the_same() -> None:
     assert read(new).rope.kind is RopeKind.LLAMA3
     assert read(raw_of("llama", torch_dtype="bfloat16")).dtype == "bfloat16"
     assert read(raw_of("llama", dtype="float16")).dtype == "float16"
+
+
+def test_a_window_that_no_layer_uses_is_no_fault() -> None:
+    plain = read(raw_of("qwen3"))
+    assert read(raw_of("qwen3", sliding_window=4096, use_sliding_window=False)) == plain
+    kinds = ["full_attention", "full_attention"]
+    assert read(raw_of("qwen3", layer_types=kinds, use_sliding_window=True)) == plain
+
+
+def test_sparse_layers_follow_the_step_and_the_list() -> None:
+    changes = {"num_hidden_layers": 6, "decoder_sparse_step": 2, "mlp_only_layers": [3]}
+    raw = raw_of("qwen3_moe", **changes)
+    assert read(raw).experts.layers == (1, 5)
+    oracle = make_oracle("qwen3_moe", **changes)
+    sparse = [i for i, layer in enumerate(oracle.model.layers) if hasattr(layer.mlp, "experts")]
+    assert sparse == [1, 5]
+    names = {piece.source for piece in expand(get_family(raw).rules(read(raw)), Placement())}
+    assert "model.layers.3.mlp.up_proj.weight" in names
+    assert "model.layers.5.mlp.experts.7.up_proj.weight" in names
+    assert read(raw_of("qwen3_moe", mlp_only_layers=[0, 1, 2])).experts is None
+
+
+def test_rotated_width_may_be_said_three_ways() -> None:
+    raw = raw_of("minimax_m2")
+    rope = raw["rope_parameters"]
+    by_width = read(raw).rope
+    del raw["rotary_dim"]
+    assert by_width.width == 16
+    assert read(raw | {"rope_parameters": rope | {"partial_rotary_factor": 0.5}}).rope == by_width
+    assert read(raw | {"partial_rotary_factor": 0.5}).rope == by_width
+    assert read(raw).rope.width == 32
+    del raw["rope_parameters"]
+    assert read(raw).rope.theta == 5e6
+
+
+def test_greedy_routing_knows_no_groups() -> None:
+    plain = read(raw_of("v2_lite"))
+    assert read(raw_of("v2_lite", n_group=4, topk_group=2)) == plain
+    assert plain.router.groups == 1 and not plain.has_router_bias
+
+
+def test_scales_of_published_models() -> None:
+    assert read(DEEPSEEK_V2_LITE).attention.scale == pytest.approx(0.1147214, abs=1e-7)
+    kimi = read(KIMI_K2)
+    assert kimi.attention.scale == pytest.approx(0.1308608, abs=1e-7)
+    ratio = RopeSpec(width=64, theta=5e4).frequencies() / kimi.rope.frequencies()
+    torch.testing.assert_close(ratio[:20], torch.ones(20))  # a step, no ramp
+    torch.testing.assert_close(ratio[20:], torch.full((12,), 32.0))
+    assert (kimi.router.groups, kimi.router.scale, kimi.num_mtp_layers) == (1, 2.827, 0)
+    assert (read(MINIMAX_M2).rope.width, read(MINIMAX_M2).dtype) == (64, "bfloat16")
 
 
 @pytest.mark.parametrize("name", TINY)

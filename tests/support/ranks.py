@@ -32,7 +32,7 @@ def logits_on_ranks(
     for process in processes:
         process.start()
     for process in processes:
-        process.join(60)
+        process.join(240)
         if process.is_alive():
             process.kill()
     assert [process.exitcode for process in processes] == [0] * num_ranks
@@ -44,7 +44,7 @@ def _run_rank(
 ) -> None:
     torch.set_num_threads(1)
     placement = Placement(tensor=num_ranks, rank=rank)
-    par = Par.connect(placement, scratch / "store", timeout_s=50)
+    par = Par.connect(placement, scratch / "store", timeout_s=230)
     results = []
     for folder in folders:
         raw = json.loads((folder / "config.json").read_text())

@@ -75,7 +75,8 @@ TINY = {
     "v3_no_q_lora": ("DeepseekV3ForCausalLM", V3 | {"q_lora_rank": None, "v_head_dim": 24}),
     "k2": ("DeepseekV3ForCausalLM", K2),
 }
-PLAIN = ("llama", "llama_tied", "v3", "v3_no_q_lora")  # run in every combination of the tests
+# the two flavours by their simplest families: what tests run in every combination
+CORE = ("llama", "llama_tied", "v3", "v3_no_q_lora")
 
 
 def make_oracle(name: str, seed: int = 0, **changes: Any) -> Any:
