@@ -2,10 +2,11 @@
 first bytes. It opens files for a few bytes only and knows nothing of rows.
 """
 
+import fnmatch
 import glob
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -51,17 +52,27 @@ class InputFile:
     num_rows: int | None = None
 
 
-def find_files(settings: InputSettings) -> tuple[InputFile, ...]:
-    """The files of `input.path`: entries in the order given, files of a folder or glob sorted."""
+def find_files(settings: InputSettings, output: str | None = None) -> tuple[InputFile, ...]:
+    """The files of `input.path`: entries in the order given, files of a folder or glob sorted.
+
+    An `output` folder whose parts would be read as input is refused.
+    """
     wanted = settings.format
     listed: dict[str, str] = {}  # real path -> path as shown
     roots: list[str] = []
+    again: list[str] = []
     for entry in settings.paths:
+        if output is not None and _reads(entry, wanted, output):
+            raise JobError(
+                f"output.path {output} lies within input.path {entry}: the job would read its own "
+                "output; choose a folder outside it"
+            )
         root, found = _expand(entry, wanted)
         roots.append(os.path.abspath(root))
-        for path in found:
-            if listed.setdefault(os.path.realpath(path), path) != path:
-                logger.warning("input file %s is named twice; it is read once", path)
+        again.extend(p for p in found if listed.setdefault(os.path.realpath(p), p) != p)
+    if again:
+        more = f" and {len(again) - 1} others" if len(again) > 1 else ""
+        logger.warning("input file %s%s: named twice, read once", again[0], more)
     top = os.path.commonpath(roots)
     files = tuple(_checked(path, top, wanted) for path in listed.values())
     kinds = {file.format: file.path for file in files}
@@ -73,6 +84,56 @@ def find_files(settings: InputSettings) -> tuple[InputFile, ...]:
     return files
 
 
+def _reads(entry: str, wanted: str, output: str) -> bool:
+    """Whether `entry` would find the parts of a job that writes to the folder `output`."""
+    if wanted not in ("auto", "parquet"):
+        return False
+    part = os.path.join(os.path.realpath(output), "part-00000.parquet")
+    if os.path.isdir(entry):
+        return _is_walked(entry, part)
+    if os.path.lexists(entry) or not glob.has_magic(entry):
+        return False
+    names = Path(part).parts
+    pattern = Path(os.path.realpath(_fixed_part(entry)), *_magic_part(entry)).parts
+    if _matches(names, pattern):
+        return True
+    return "**" not in entry and any(
+        _matches(names[:end], pattern) and not _has_stray(names[end:]) for end in range(len(names))
+    )
+
+
+def _is_walked(folder: str, path: str) -> bool:
+    """Whether `path`, free of links, is among what a walk through `folder` lists."""
+    below = os.path.relpath(path, os.path.realpath(folder)).split(os.sep)
+    return below[0] != os.pardir and not _has_stray(below)
+
+
+def _has_stray(names: Sequence[str]) -> bool:
+    return any(name.startswith((".", "_")) for name in names)
+
+
+def _matches(names: Sequence[str], pattern: Sequence[str]) -> bool:
+    """Whether the parts of a path fit the parts of a glob; `**` stands for any number of them."""
+    if not pattern or not names:
+        return not names and all(part == "**" for part in pattern)
+    if pattern[0] != "**":
+        return fnmatch.fnmatchcase(names[0], pattern[0]) and _matches(names[1:], pattern[1:])
+    return _matches(names, pattern[1:]) or _matches(names[1:], pattern)
+
+
+def _magic_part(entry: str) -> tuple[str, ...]:
+    """The parts of a glob from the first that is no plain name."""
+    parts = Path(entry).parts
+    return parts[next(i for i, part in enumerate(parts) if glob.has_magic(part)) :]
+
+
+def _fixed_part(entry: str) -> str:
+    """The folder above them."""
+    parts = Path(entry).parts
+    fixed = parts[: len(parts) - len(_magic_part(entry))]
+    return os.path.join(*fixed) if fixed else "."
+
+
 def _expand(entry: str, wanted: str) -> tuple[str, list[str]]:
     """The input root of one entry of `input.path`, and its files."""
     if os.path.isdir(entry):
@@ -81,12 +142,7 @@ def _expand(entry: str, wanted: str) -> tuple[str, list[str]]:
         return os.path.dirname(entry) or ".", [entry]
     if not glob.has_magic(entry):
         raise JobError(f"input.path {entry} does not exist{_near_path(entry)}")
-    fixed: list[str] = []
-    for part in Path(entry).parts[:-1]:
-        if glob.has_magic(part):
-            break
-        fixed.append(part)
-    root = os.path.join(*fixed) if fixed else "."
+    root = _fixed_part(entry)
     found: list[str] = []
     for path in sorted(glob.glob(entry, recursive=True)):
         if not os.path.isdir(path):

@@ -150,7 +150,9 @@ def describe_engine(config: EngineConfig) -> dict[str, Any]:
 def local_seams() -> Seams:
     return Seams(
         store=Store,
-        table=lambda spec: open_input(spec.input, malformed=spec.errors.malformed),
+        table=lambda spec: open_input(
+            spec.input, malformed=spec.errors.malformed, output=spec.output.path
+        ),
         text=local_text,
         engine=local_engine,
     )

@@ -70,7 +70,7 @@ class Preview:
 def preview(loaded: LoadedSpec, num_rows: int = 3) -> Preview:
     """Renders the prompts of the first `num_rows` rows."""
     spec = loaded.spec
-    table = open_input(spec.input, malformed=spec.errors.malformed)
+    table = open_input(spec.input, malformed=spec.errors.malformed, output=spec.output.path)
     table.scan("auto", limit_s=0.0)  # no further than the columns need
     text = local_text(spec, table)
     rows = [row for batch in table.rows(0, num_rows, text.columns) for row in batch]

@@ -37,10 +37,16 @@ class PreScan:
 
 
 def open_input(
-    settings: InputSettings, *, malformed: Literal["fail", "row"] = "fail"
+    settings: InputSettings,
+    *,
+    malformed: Literal["fail", "row"] = "fail",
+    output: str | None = None,
 ) -> "InputTable":
-    """Find the files and read their footers; `malformed` is `errors.malformed` of the job."""
-    files = find_files(settings)
+    """Find the files and read their footers; `malformed` is `errors.malformed` of the job.
+
+    An `output` folder that the job would read is refused.
+    """
+    files = find_files(settings, output)
     source: Source
     if files[0].format == "parquet":
         source = ParquetSource(files, settings.id)

@@ -65,7 +65,7 @@ def test_a_file_named_twice_is_read_once(tmp_path: Path, caplog: pytest.LogCaptu
     make(tmp_path, "a.jsonl", "b.jsonl")
     (tmp_path / "link.jsonl").symlink_to(tmp_path / "a.jsonl")
     assert names(tmp_path / "b.jsonl", tmp_path) == ["b.jsonl", "a.jsonl"]
-    assert "is named twice" in caplog.text
+    assert "named twice, read once" in caplog.text
 
 
 def test_a_path_with_brackets_that_exists_is_no_glob(tmp_path: Path) -> None:
@@ -197,3 +197,59 @@ def test_the_index_keeps_sixteen_bytes_an_id() -> None:
     assert sum(run.nbytes for run in index._runs) == 16 * 40_000
     assert len(index._runs) < 20
     assert index.add(["row 39999", "new", "row 0"]) == [0, 2]
+
+
+@pytest.mark.parametrize(
+    ("entry", "output"),
+    [
+        ("data", "data"),
+        ("data", "data/out"),
+        ("data", "link/out"),
+        ("link", "data/a/b"),
+        ("data/*.parquet", "data"),
+        ("data/*.parquet", "link/../data"),
+        ("data/*", "data/out"),
+        ("d*", "data/out/deeper"),
+        ("data/**/*.parquet", "link/x/y"),
+        ("data/**", "data/x"),
+        ("link/*/*.parquet", "data/x"),
+    ],
+)
+def test_an_output_that_the_job_would_read_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, entry: str, output: str
+) -> None:
+    make(tmp_path, "data/a.parquet", "data/a/b.parquet")
+    (tmp_path / "link").symlink_to("data")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(JobError, match=f"output.path {output} lies within input.path "):
+        find_files(InputSettings(path=entry), output)
+
+
+@pytest.mark.parametrize(
+    ("entry", "output"),
+    [
+        ("data/a.parquet", "data"),  # one file of it
+        ("data", "out"),
+        ("data", "data2"),
+        ("data", "data/_out"),  # not walked
+        ("data/*.jsonl", "data"),
+        ("data/*.parquet", "data/out"),
+        ("data/**/*.jsonl", "data/out"),
+        ("data/a*.parquet", "data"),
+    ],
+)
+def test_an_output_beside_the_input_is_fine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, entry: str, output: str
+) -> None:
+    make(tmp_path, "data/a.parquet" if "jsonl" not in entry else "data/a.jsonl")
+    monkeypatch.chdir(tmp_path)
+    assert len(find_files(InputSettings(path=entry), output)) == 1
+
+
+def test_files_that_are_named_again_are_told_in_one_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    make(tmp_path, "a.jsonl", "b.jsonl")
+    (tmp_path / "self").symlink_to(".")
+    assert names(tmp_path / "**" / "*.jsonl") == ["a.jsonl", "b.jsonl"]
+    assert len(caplog.records) == 1 and "named twice, read once" in caplog.text
