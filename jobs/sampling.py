@@ -104,6 +104,11 @@ def resolve_sampling(
             f"sampling.stop_token_ids: {beyond[0]} is no token of the model; its ids end at "
             f"{(vocab_limit or 0) - 1}"
         )
+    if min_tokens > 0 and vocab_limit is not None and len(stop_ids | eos) >= vocab_limit:
+        raise JobError(
+            "sampling.stop_token_ids: they are all tokens of the model, so none is left to draw "
+            f"before sampling.min_tokens {min_tokens}; take some out"
+        )
     params = SamplingParams(
         max_tokens=max_tokens,
         min_tokens=min_tokens,

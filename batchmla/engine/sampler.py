@@ -15,6 +15,8 @@ from batchmla.kernels.cpu.sample import uniform
 from batchmla.kernels.ops import SampleOp
 
 KEY_MASK = 2**64 - 1
+TINIEST = torch.finfo(torch.float32).tiny
+LARGEST = torch.finfo(torch.float32).max
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,12 +131,14 @@ class Sampler:
         picked = [sequences[row] for row in rows]
         penalty_N1 = torch.tensor(
             [[sequence.prompt.params.repetition_penalty] for sequence in picked],
-            dtype=torch.float32,
+            dtype=torch.float64,
             device=self._device,
         )
+        penalty_N1 = penalty_N1.clamp(TINIEST, LARGEST).float()
         rows_N = torch.tensor(rows, device=self._device)
         plain_NV = logits_NV[rows_N]
         changed_NV = torch.where(plain_NV > 0, plain_NV / penalty_N1, plain_NV * penalty_N1)
+        changed_NV.clamp_(-LARGEST, LARGEST)  # an infinite logit would leave nothing to draw from
         logits_NV[rows_N] = torch.where(self._seen.rows(picked), changed_NV, plain_NV)
 
     def _mask_stops(self, logits_NV: torch.Tensor, sequences: Items[Sequence]) -> None:
@@ -165,7 +169,9 @@ class Sampler:
         return self._op(
             logits_NV,
             temperature_N=knobs[:, 0],
-            top_k_N=torch.tensor([p.top_k for p in all_params], device=self._device),
+            top_k_N=torch.tensor(
+                [min(p.top_k, self._vocab_limit) for p in all_params], device=self._device
+            ),
             top_p_N=knobs[:, 1],
             min_p_N=knobs[:, 2],
             uniform_N=knobs[:, 3],

@@ -237,3 +237,18 @@ def test_large_finite_logits_are_not_bad() -> None:
     logits_NV = torch.full((1, 8), 2e38)
     (draw,) = sampler(8).draw(logits_NV, [row])
     assert draw.token_id == 0
+
+
+@pytest.mark.parametrize("penalty", [5e-324, 1e-300, 1e-30, 1e30, 1e300])
+@pytest.mark.parametrize("top_k", [0, 3, 10**30])
+def test_extreme_penalties_and_top_k_draw_and_leave_neighbours_alone(
+    penalty: float, top_k: int
+) -> None:
+    logits_NV = torch.tensor([[5.0, -5.0, 0.0, 1.0], [5.0, -5.0, 0.0, 1.0]])
+    sampler = Sampler(fast.sample, vocab_limit=4, device=torch.device("cpu"))
+    rows = [
+        sequence(0, [0, 1, 2], temperature=1e-6, repetition_penalty=value, top_k=top_k)
+        for value in (penalty, 1.0)
+    ]
+    drawn = [draw.token_id for draw in sampler.draw(logits_NV, rows)]
+    assert drawn == [0 if penalty < 1 else 3, 0]

@@ -104,3 +104,11 @@ def test_generation_config_files(tmp_path):
         file.write_text(broken)
         with pytest.raises(JobError, match=r"generation_config\.json"):
             read_generation_config(tmp_path)
+
+
+def test_stop_ids_that_are_all_tokens_leave_nothing_to_draw_before_min_tokens():
+    settings = SamplingSettings(stop_token_ids=[0, 1, 2], min_tokens=1)
+    with pytest.raises(JobError, match="none is left to draw"):
+        resolve_sampling(settings, {}, eos_ids=[3], vocab_limit=4)
+    resolve_sampling(settings, {}, eos_ids=[3], vocab_limit=5)
+    resolve_sampling(SamplingSettings(stop_token_ids=[0]), {}, eos_ids=[1], vocab_limit=2)
