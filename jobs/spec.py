@@ -94,9 +94,10 @@ def _checked(
 ) -> JobSpec:
     """The spec of `raw`, or one JobError with all its faults in the order of the file."""
     raw = {"name": default_name} | raw
-    for section in [key for key, value in raw.items() if value is None and key != "name"]:
-        del raw[section]  # a section whose lines are all commented out
     known = known_keys(JobSpec)
+    for key in [key for key, value in raw.items() if value is None and (key,) in known]:
+        if key != "name":
+            del raw[key]  # a section whose lines are all commented out
     faults = unknown_keys(raw, known)
     _remove(raw, list(faults))
     unbuilt = dict(unbuilt_faults(raw))
@@ -165,6 +166,17 @@ def broken_rules(spec: JobSpec) -> Iterator[tuple[KeyPath, str]]:
         )
     if not spec.input.paths:
         yield ("input", "path"), "input.path is an empty list; name at least one file"
+    for section, key, paths in (
+        ("model", "path", (spec.model.path,)),
+        ("input", "path", spec.input.paths),
+        ("prompt", "chat_template", (prompt.chat_template,)),
+        ("output", "path", (spec.output.path,)),
+    ):
+        if any(path is not None and (path == "" or "\0" in path) for path in paths):
+            yield (
+                (section, key),
+                f"{section}.{key} must be a path: text that is not empty and holds no NUL",
+            )
     if sampling.max_tokens is not None and sampling.min_tokens > sampling.max_tokens:
         yield (
             ("sampling", "min_tokens"),

@@ -122,11 +122,16 @@ class _Reader:
             raise self._fault(event, f"the tag {event.tag} is not known here; leave it out")
 
     def _scalar(self, event: Any) -> Any:
-        if event.tag is None:
-            return core_scalar(event.value) if event.implicit[0] else event.value
-        if event.tag not in ("!", _TAG + "str"):
+        if event.tag is None and event.implicit[0]:
+            return core_scalar(event.value)
+        if event.tag not in (None, "!", _TAG + "str"):
             raise self._fault(event, f"the tag {event.tag} is not known here; leave it out")
-        return event.value
+        try:  # "\ud83e\udd99" is how JSON spells one character
+            return str(event.value).encode("utf-16", "surrogatepass").decode("utf-16")
+        except UnicodeDecodeError:
+            raise self._fault(
+                event, "a lone surrogate (\\ud800 to \\udfff) is no character; write the other half"
+            ) from None
 
     def _sequence(self, path: KeyPath) -> list[Any]:
         values: list[Any] = []

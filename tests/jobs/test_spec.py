@@ -334,3 +334,25 @@ def test_errors_max_is_a_count_or_a_share(
 ) -> None:
     spec = load_spec(write(tmp_path, MINIMAL), [f"errors.max={limit}"]).spec
     assert spec.errors.allows(failed, rows) is allowed
+
+
+def test_an_unknown_key_without_a_value_is_refused_too(tmp_path: Path) -> None:
+    assert refusal(tmp_path, MINIMAL + "thinking:\n").endswith(
+        "line 5: unknown key thinking; did you mean reasoning.thinking?"
+    )
+    assert "--set: unknown key nope" in refusal(tmp_path, MINIMAL, "nope=")
+    assert load_spec(write(tmp_path, MINIMAL + "sampling:\n")).spec.sampling.seed == 0
+
+
+def test_surrogate_pairs_of_json_are_one_character_and_halves_are_refused(tmp_path: Path) -> None:
+    pair = load_spec(write(tmp_path, MINIMAL), ['output.path="\\ud83e\\udd99"']).spec
+    assert pair.output.path == "\U0001f999"
+    message = refusal(tmp_path, MINIMAL + 'name: "a\\udd99"\n')
+    assert "job.yaml, line 5: a lone surrogate" in message
+
+
+@pytest.mark.parametrize("field", ["model.path", "input.path", "output.path"])
+@pytest.mark.parametrize("value", ['"a\\0b"', '""'])
+def test_a_path_that_is_none_is_refused(tmp_path: Path, field: str, value: str) -> None:
+    message = refusal(tmp_path, MINIMAL, f"{field}={value}")
+    assert message == f"--set: {field} must be a path: text that is not empty and holds no NUL"
