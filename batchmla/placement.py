@@ -18,7 +18,7 @@ class Placement:
         """This rank's share of `count` equal parts; a remainder is refused by name."""
         if count % self.tensor:
             raise JobError(
-                f"{count} {what} cannot be split over model.parallel.tensor = {self.tensor}; "
-                f"choose a divisor of {count}"
+                f"{count} {what} cannot be split over {self.tensor} devices; choose a divisor of "
+                f"{count} for model.parallel.tensor or as the count of --hardware"
             )
         return count // self.tensor

@@ -4,8 +4,8 @@ loaded.
 `draft` also describes an engine that does not fit, for `plan`; `resolve` refuses it.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from batchmla.core import EngineOptions
@@ -256,17 +256,30 @@ class Pool:
         if num_pages >= needed and kv_bytes <= memory.kv_bytes:
             return None
         one_bytes = pool_bytes(self.layout, needed, self.workspace.max_num_seqs)
-        longest = self.longest(max_model_len)
-        shorter = (
-            f"set model.max_model_len to {longest} or less, " if longest < max_model_len else ""
-        )
+        fixed_bytes = self.workspace.fixed_bytes(max_model_len)
+        share = f"memory_utilization {self.options.memory_utilization:g}"
         return (
-            f"the model does not fit on {self.hardware.name}: weights {_gib(self.weights_bytes)}, "
-            f"workspace {_gib(memory.workspace_bytes)} and the KV cache of one sequence of "
-            f"{max_model_len} tokens {_gib(one_bytes)} exceed the usable {_gib(self.usable_bytes)} "
-            f"(memory_utilization {self.options.memory_utilization:g}); {shorter}lower "
-            "engine.max_num_seqs or engine.max_batched_tokens, or use a device with more memory"
+            f"the model does not fit on {self.hardware.name}: weights {_size(self.weights_bytes)}, "
+            f"workspace {_size(fixed_bytes)} and the KV cache of one sequence of {max_model_len} "
+            f"tokens {_size(one_bytes)} exceed the usable {_size(self.usable_bytes)} ({share}); "
+            + ", or ".join((*self._ways_out(max_model_len), "use a device with more memory"))
         )
+
+    def _ways_out(self, max_model_len: int) -> Iterator[str]:
+        """The settings of which each alone makes room for one sequence."""
+        longest = self.longest(max_model_len)
+        if longest < max_model_len:
+            yield f"set model.max_model_len to {longest} or less"
+        least = replace(self.workspace, max_num_seqs=1, max_batched_tokens=1)
+        everything = replace(self.options, memory_utilization=1.0)
+        small_pages = replace(self.layout, page_tokens=1)
+        for words, change in (
+            ("raise model.memory_utilization", replace(self, options=everything)),
+            ("lower engine.max_num_seqs or .max_batched_tokens", replace(self, workspace=least)),
+            ("lower engine.block_size", replace(self, layout=small_pages)),
+        ):
+            if change.pages(max_model_len) >= change.layout.pages_for(max_model_len):
+                yield words
 
 
 def _check(options: EngineOptions, config: ModelConfig) -> None:
@@ -327,5 +340,9 @@ def _notes(
     return tuple(notes)
 
 
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**30:.2f} GiB"
+def _size(num_bytes: int) -> str:
+    """In the largest unit of which it has at least one."""
+    for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if num_bytes >= scale:
+            return f"{num_bytes / scale:.2f} {unit}"
+    return f"{num_bytes} bytes"

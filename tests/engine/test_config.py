@@ -179,3 +179,21 @@ def test_r1_is_planned_from_its_config_alone() -> None:
     assert sixteen.placement.tensor == 16 and sixteen.misfit is None
     assert sixteen.memory.weights_bytes == pytest.approx(one.memory.weights_bytes / 16, rel=0.05)
     assert sixteen.layout.token_bytes == 70_272, "latents are on every device"
+
+
+def misfit(options: EngineOptions, weights_bytes: int) -> str:
+    found = draft(options, FakeConfig(), layout_of, CPU, weights_bytes).misfit
+    assert found is not None
+    return found
+
+
+def test_the_way_out_of_a_misfit_is_one_that_helps() -> None:
+    small = replace(OPTIONS, memory_utilization=1e-6)
+    message = misfit(small, 3_000_000)
+    assert "weights 2.86 MiB" in message and "exceed the usable 16.78 KiB" in message
+    assert message.endswith("; raise model.memory_utilization, or use a device with more memory")
+    assert misfit(OPTIONS, 30 * GIB).endswith("0.92); use a device with more memory")
+    many = misfit(replace(OPTIONS, max_num_seqs=10**6, memory_utilization=1.0), 3_000_000)
+    assert "); lower engine.max_num_seqs or .max_batched_tokens, or use a dev" in many
+    big = misfit(replace(OPTIONS, block_size=2**30), 3_000_000)
+    assert "lower engine.block_size" in big and "max_num_seqs" not in big
