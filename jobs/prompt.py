@@ -24,6 +24,8 @@ from batchmla.text.tokenizer import Tokenizer
 
 _LOG = logging.getLogger(__name__)
 
+QUICK_CHARACTERS = 2**19  # a text up to here is measured by its tokens, in about a second
+
 
 class TooLong(str):
     """The sentence of a row whose prompt does not fit, for those who count such rows."""
@@ -154,7 +156,7 @@ class PromptMaker:
     def _check_bytes(self, text: MarkedText) -> None:
         """Refuses what is certain to be too long before the time is spent to tokenise it."""
         limit = self._limit_tokens
-        if limit is not None and len(text.text) > 16 * limit:
+        if limit is not None and len(text.text) > max(16 * limit, QUICK_CHARACTERS):
             least = self._tokenizer.least_tokens(text.text)
             if least >= limit:
                 raise RowFault(self._too_long(f"at least {least}"))

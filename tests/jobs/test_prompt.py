@@ -289,7 +289,7 @@ def test_huge_rows_are_refused_without_tokenising(folder, monkeypatch):
         assert not texts
 
     monkeypatch.setattr(maker._tokenizer, "encode_batch", lambda texts: fail(texts) or [])
-    assert "the prompt is too long: at least" in _fault(maker, text="ab" * 500_000)
+    assert "the prompt is too long: at least" in _fault(maker, text="ab" * 1_000_000)
 
 
 def test_budget_with_message(folder):
