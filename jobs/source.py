@@ -30,7 +30,7 @@ class Faults:
         rest = self.count - len(self.listed)
         more = [f"and {rest} more"] if rest else []
         head = f"the input has {self.count} {noun}{'' if self.count == 1 else 's'}"
-        return f"{head}: " + "\n  ".join(["", *self.listed, *more]).lstrip(" ")
+        return "\n  ".join([f"{head}:", *self.listed, *more])
 
 
 @dataclass(slots=True)
