@@ -1,8 +1,9 @@
 """The CPU back end as one value."""
 
 from batchmla.kernels.cpu.attention import Attention, write, write_latent
+from batchmla.kernels.cpu.experts import experts
 from batchmla.kernels.cpu.linear import Linears, act_mul
-from batchmla.kernels.cpu.moe import experts, route
+from batchmla.kernels.cpu.moe import route
 from batchmla.kernels.cpu.norm import add_norm, norm, rope
 from batchmla.kernels.cpu.sample import sample
 from batchmla.kernels.cpu.scratch import Scratch

@@ -3,13 +3,14 @@
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 from compare import assert_close
 
 from batchmla import kernels
 from batchmla.kernels.cpu import linear as cpu_linear
-from batchmla.kernels.cpu.moe import MAX_ROWS_AT_ONCE
+from batchmla.kernels.cpu.experts import MAX_ROWS_AT_ONCE, padded_rows
 from batchmla.kernels.ops import Ops, PackKind, RopeLayout
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -137,6 +138,13 @@ def test_act_mul(ops: Ops, dtype: torch.dtype) -> None:
     gate_up = random(7, 26, scale=4).to(dtype)
     gate, up = gate_up.double().chunk(2, -1)
     assert_close("act_mul", ops.act_mul(gate_up), gate * torch.sigmoid(gate) * up)
+
+
+def test_padded_rows_are_few_and_not_much_larger() -> None:
+    counts_E = np.arange(4097)
+    padded_E = padded_rows(counts_E)
+    assert padded_E[0] == 0 and (padded_E >= counts_E).all() and (np.diff(padded_E) >= 0).all()
+    assert (padded_E[64:] <= 1.5 * counts_E[64:]).all() and len(np.unique(padded_E)) < 40
 
 
 @pytest.mark.parametrize("rows", [1, 2, 63, MAX_ROWS_AT_ONCE + 1])  # loop and all at once
