@@ -128,6 +128,11 @@ def read_rope(
     raw = fields.raw.get("rope_parameters") or fields.raw.get("rope_scaling") or {}
     if not isinstance(raw, Mapping):
         raise JobError(f"{fields.where}: rope_parameters must be an object, not {raw!r}")
+    nested = [name for name, value in raw.items() if isinstance(value, Mapping)]
+    if nested:
+        raise JobError(
+            f"{fields.where}: rope_parameters for {', '.join(nested)} alone are not supported"
+        )
     rope = Fields(raw, f"{fields.where}: rope_parameters")
     theta = rope.number("rope_theta", fields.number("rope_theta", default_theta))
     for place in (fields, rope):

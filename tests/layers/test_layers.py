@@ -36,7 +36,7 @@ def test_weights_are_named_by_their_place() -> None:
 
 def test_a_cut_that_leaves_a_rest_is_refused() -> None:
     par = Par(Placement(tensor=4))
-    with pytest.raises(JobError, match=r"10 output features .* = 4"):
+    with pytest.raises(JobError, match=r"10 output features .* over 4 devices"):
         ColLinear(par, kernels.load("reference"), 8, 10)
 
 

@@ -76,6 +76,7 @@ def test_unknown_architecture_is_refused_with_the_known_ones() -> None:
         ("qwen3", {"attention_bias": True}, "attention_bias True"),
         ("qwen3", {"head_dim": None}, "head_dim must be a positive integer"),
         ("qwen3", {"rope_parameters": {"rope_type": "dynamic"}}, "rope type 'dynamic'"),
+        ("qwen3", {"rope_parameters": {"full_attention": {}}}, "rope_parameters.*full_attention"),
         ("qwen3", {"partial_rotary_factor": 0.5}, r"partial_rotary_factor 0\.5"),
         ("qwen3_moe", {"num_experts_per_tok": 9}, "num_experts_per_tok 9"),
         ("qwen3_moe", {"mlp_only_layers": "0"}, "mlp_only_layers must be a list"),
@@ -137,6 +138,24 @@ def test_sparse_layers_follow_the_step_and_the_list() -> None:
     assert "model.layers.3.mlp.up_proj.weight" in names
     assert "model.layers.5.mlp.experts.7.up_proj.weight" in names
     assert read(raw_of("qwen3_moe", mlp_only_layers=[0, 1, 2])).experts is None
+
+
+def test_minimax_weights_are_found_under_their_published_names() -> None:
+    config, family = read(MINIMAX_M2), get_family(MINIMAX_M2)
+    pieces = {piece.source: piece for piece in expand(family.rules(config), Placement())}
+    moe = "model.layers.61.block_sparse_moe"
+    shapes = {
+        f"{moe}.gate.weight": (256, 3072),
+        f"{moe}.e_score_correction_bias": (256,),
+        f"{moe}.experts.255.w1.weight": (1536, 3072),
+        f"{moe}.experts.255.w3.weight": (1536, 3072),
+        f"{moe}.experts.255.w2.weight": (3072, 1536),
+        "model.layers.61.self_attn.q_norm.weight": (6144,),
+        "model.layers.61.self_attn.k_norm.weight": (1024,),
+    }
+    assert {name: pieces[name].shape for name in shapes} == shapes
+    order = [name for name, piece in pieces.items() if piece.target == "layers.61.ffn.experts_up"]
+    assert order.index(f"{moe}.experts.0.w1.weight") < order.index(f"{moe}.experts.0.w3.weight")
 
 
 def test_rotated_width_may_be_said_three_ways() -> None:
@@ -206,11 +225,12 @@ def test_r1_ranks_add_up() -> None:
     assert whole.total / 8 < eighth.total < whole.total / 7.8
 
 
-def test_quantised_weights_are_refused_when_loading(tmp_path: Any) -> None:
+@pytest.mark.parametrize("raw", [DEEPSEEK_R1, KIMI_K2, MINIMAX_M2], ids=["r1", "k2", "minimax"])
+def test_quantised_weights_are_refused_when_loading(raw: dict[str, Any], tmp_path: Any) -> None:
     for load_format in ("safetensors", "dummy"):
         with pytest.raises(JobError, match=r"quantised .*fp8"):
             load_model(
-                tmp_path, DEEPSEEK_R1, Placement(), Par.single(), kernels.load("reference"),
+                tmp_path, raw, Placement(), Par.single(), kernels.load("reference"),
                 torch.bfloat16, torch.device("cpu"), load_format,
             )  # fmt: skip
 
@@ -226,5 +246,5 @@ def test_count_equals_the_oracle(name: str) -> None:
 
 def test_heads_that_do_not_divide_are_refused() -> None:
     raw = raw_of("llama", num_key_value_heads=1)
-    with pytest.raises(JobError, match=r"1 .*model\.parallel\.tensor = 2"):
+    with pytest.raises(JobError, match=r"1 kv heads .* over 2 devices"):
         count_model(raw, Placement(tensor=2), kernels.load("reference"), torch.float32)

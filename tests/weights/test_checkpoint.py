@@ -97,6 +97,17 @@ def test_mtp_layers_are_skipped_with_one_line(
         load_from(tmp_path)
 
 
+@pytest.mark.parametrize("name", ["k2", "v2", "qwen3_moe", "minimax_m2"])
+def test_layers_behind_the_last_are_unexpected_without_draft_heads(
+    saved: dict[str, Path], tmp_path: Path, name: str
+) -> None:
+    copy_with(saved[name], tmp_path, **{"model.layers.3.norm.weight": torch.zeros(2)})
+    with pytest.raises(JobError, match=r"layers\.3\.norm\.weight is unexpected"):
+        load_from(tmp_path)
+    if name == "minimax_m2":
+        load_from(tmp_path, num_mtp_modules=3)
+
+
 def test_a_tied_head_may_be_saved_too(saved: dict[str, Path], tmp_path: Path) -> None:
     head = torch.zeros(256, 64)
     copy_with(saved["llama_tied"], tmp_path, **{"lm_head.weight": head})
