@@ -13,7 +13,7 @@ from examples.tally.tokens import SampleEncoder
 
 POOL_DOCUMENTS = 768
 CUT_SHARE = 0.08
-READING_WEIGHT = 4.0
+READING_WEIGHT = 2.0
 """What a token read from the document weighs in the loss, against one of the sums."""
 
 
