@@ -155,5 +155,6 @@ class EngineOptions:
     max_batched_tokens: int | None = None
     block_size: int | None = None
     prefix_caching: bool = True
+    deterministic: bool = False  # exact mode: a row's logits depend on its own tokens only
     tensor_parallel: int = 1
     kv_pool_tokens: int | None = field(default=None)  # tests: a pool of exactly so many tokens

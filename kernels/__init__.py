@@ -12,9 +12,17 @@ if TYPE_CHECKING:
 BACKENDS = ("reference", "cpu")
 
 
-def load(backend: str) -> "Ops":
-    """The ops of one back end; "reference" is the specification, "cpu" the path that runs."""
+def load(backend: str, *, exact: bool = False) -> "Ops":
+    """The ops of one back end; "reference" is the specification, "cpu" the path that runs.
+
+    With `exact` a row's results depend on that row alone, not on what shares a call with it.
+    """
     if backend not in BACKENDS:
         raise ValueError(f"unknown kernel back end {backend!r}; known are {', '.join(BACKENDS)}")
+    if exact:
+        if backend != "cpu":
+            raise ValueError(f"kernel back end {backend!r} has no exact form; cpu has one")
+        exact_ops: Ops = import_module("batchmla.kernels.cpu.exact").make_exact()
+        return exact_ops
     ops: Ops = import_module(f"batchmla.kernels.{backend}.table").make_ops()
     return ops

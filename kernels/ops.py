@@ -51,8 +51,12 @@ class Group:
     `grid_N` is where they stand in the padded [G*Q] grid, None when the grid has no padding.
     `pages_GP` holds the pages of the keys, padded with page 0; of their P*B rows the first L count.
     `bias_GQL` is added to the scores: 0 where a query sees a key, -inf elsewhere; None when every
-    query sees every key, or when `is_causal`: Q = L, query i sees keys 0..i. `first_page` is set
+    query sees every key, or when `is_causal`: query i sees keys 0..L-Q+i. `first_page` is set
     when G = 1 and the pages are consecutive ids.
+
+    `query_block` (exact mode) says how many queries a call may hold. 1: G = 1 and every query is
+    its own call. More: the queries go in blocks of so many, each with keys up to its own last
+    query; the group is causal and `bias_GQL` holds the last block only, [1, block, L].
     """
 
     num_sequences: int
@@ -64,6 +68,7 @@ class Group:
     bias_GQL: torch.Tensor | None = None
     is_causal: bool = False
     first_page: int | None = None
+    query_block: int | None = None
 
     @property
     def num_rows(self) -> int:

@@ -9,6 +9,7 @@ from enum import StrEnum
 import numpy as np
 import torch
 
+from batchmla.attention.exact_groups import join, make_exact_groups
 from batchmla.attention.groups import make_groups
 from batchmla.kernels.ops import Groups, Ops, RopeLayout
 from batchmla.kv.cache import LayerCache
@@ -52,7 +53,10 @@ class GqaPlan:
 def plan(step: Step, rope: Rope, dtype: torch.dtype) -> GqaPlan:
     """Once a step."""
     cos_TR, sin_TR = rope.at(step.positions_T)
-    groups = make_groups(step, np.arange(step.num_sequences), dtype)
+    if step.is_exact:
+        groups = join(*make_exact_groups(step, dtype))
+    else:
+        groups = make_groups(step, np.arange(step.num_sequences), dtype)
     return GqaPlan(groups=groups, cos_TR=cos_TR, sin_TR=sin_TR)
 
 

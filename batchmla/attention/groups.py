@@ -8,6 +8,7 @@ from itertools import pairwise
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from batchmla.kernels.ops import Group, Groups
 from batchmla.kv.step import HostInts, Step
@@ -80,8 +81,8 @@ def _decode_group(step: Step, sequences: HostInts, first_row: int, dtype: torch.
     bias = None
     if lengths.min() < num_keys:
         seen_GL = np.arange(num_keys) < lengths[:, None]
-        bias = _bias(torch.from_numpy(seen_GL).to(step.tokens_T.device)[:, None], dtype)
-    pages_GP, first_page = _pages(step, sequences, num_keys)
+        bias = bias_of(torch.from_numpy(seen_GL).to(step.tokens_T.device)[:, None], dtype)
+    pages_GP, first_page = page_table(step, sequences, num_keys)
     return Group(
         num_sequences=len(sequences),
         num_queries=1,
@@ -102,8 +103,8 @@ def _chunk_group(
         device = step.tokens_T.device
         visible_Q = torch.arange(num_keys - num_queries + 1, num_keys + 1, device=device)
         seen_QL = torch.arange(num_keys, device=device) < visible_Q[:, None]
-        bias = _bias(seen_QL[None], dtype)
-    pages_GP, first_page = _pages(step, np.array([sequence]), num_keys)
+        bias = bias_of(seen_QL[None], dtype)
+    pages_GP, first_page = page_table(step, np.array([sequence]), num_keys)
     return Group(
         num_sequences=1,
         num_queries=num_queries,
@@ -116,19 +117,23 @@ def _chunk_group(
     )
 
 
-def _bias(seen_GQL: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def bias_of(seen_GQL: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """0 where a query sees a key, -inf elsewhere."""
     bias = torch.zeros(seen_GQL.shape, dtype=dtype, device=seen_GQL.device)
     return bias.masked_fill_(~seen_GQL, float("-inf"))
 
 
-def _pages(step: Step, sequences: HostInts, num_keys: int) -> tuple[torch.Tensor, int | None]:
-    """[G, P] page ids, and the first of them when one sequence has consecutive ones."""
+def page_table(step: Step, sequences: HostInts, num_keys: int) -> tuple[torch.Tensor, int | None]:
+    """[G, P] page ids, page 0 beyond the table, and the first when one sequence has consecutive
+    ones."""
     device = step.tokens_T.device
     num_pages = -(-num_keys // step.page_tokens)
     if len(sequences) == step.num_sequences:
         pages_GP = step.pages_SP[:, :num_pages]
     else:
         pages_GP = step.pages_SP[torch.from_numpy(sequences).to(device), :num_pages]
+    if pages_GP.shape[1] < num_pages:
+        pages_GP = F.pad(pages_GP, (0, num_pages - pages_GP.shape[1]))
     if len(sequences) > 1 or device.type != "cpu":
         return pages_GP, None
     ids = pages_GP[0].numpy()

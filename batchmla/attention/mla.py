@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from batchmla.attention.exact_groups import make_exact_groups
 from batchmla.attention.groups import make_groups
 from batchmla.kernels.ops import Groups, MlaDims, Ops, PackKind, RopeLayout
 from batchmla.kv.cache import LayerCache
@@ -62,14 +63,17 @@ def is_expansion_cheaper(
 
 
 def plan(step: Step, rope: Rope, dims: MlaDims, forms: MlaForms, dtype: torch.dtype) -> MlaPlan:
-    """Once a step."""
+    """Once a step; an exact step's forms follow from the positions, whatever `forms` says."""
+    cos_TR, sin_TR = rope.at(step.positions_T)
+    if step.is_exact:
+        absorbed, expanded = make_exact_groups(step, dtype)
+        return MlaPlan(absorbed=absorbed, expanded=expanded, cos_TR=cos_TR, sin_TR=sin_TR)
     everyone = np.arange(step.num_sequences)
     if forms is MlaForms.CHEAPEST:
         queries_S = np.diff(step.host_starts_S1)
         is_expanded_S = is_expansion_cheaper(queries_S, step.host_context_S, dims)
     else:
         is_expanded_S = np.full(len(everyone), forms is MlaForms.EXPANDED)
-    cos_TR, sin_TR = rope.at(step.positions_T)
     return MlaPlan(
         absorbed=make_groups(step, everyone[~is_expanded_S], dtype),
         expanded=make_groups(step, everyone[is_expanded_S], dtype),

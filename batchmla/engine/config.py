@@ -11,6 +11,12 @@ from typing import Literal
 from batchmla.core import EngineOptions
 from batchmla.engine.hardware import Hardware
 from batchmla.engine.scheduler import Limits
+from batchmla.engine.settle import (
+    settle_backend,
+    settle_dtype,
+    settle_exact,
+    settle_placement,
+)
 from batchmla.errors import DeviceError, JobError
 from batchmla.kv.capacity import MemoryBudget, kv_capacity_tokens, pages_within, pool_bytes
 from batchmla.kv.layout import DTYPE_BYTES, KVLayout
@@ -43,6 +49,7 @@ class EngineConfig:
     max_num_seqs: int
     max_batched_tokens: int
     prefix_caching: bool
+    deterministic: bool
     memory: MemoryBudget
     notes: tuple[str, ...] = ()
     misfit: str | None = None
@@ -59,6 +66,7 @@ class EngineConfig:
             max_num_seqs=self.max_num_seqs,
             max_batched_tokens=self.max_batched_tokens,
             prefix_caching=self.prefix_caching,
+            share_generated=not self.deterministic,
         )
 
     @property
@@ -98,29 +106,6 @@ class Workspace:
     def gather_share(self) -> float:
         """Gathered bytes as a share of the pool's."""
         return 1 / self.num_layers
-
-
-def settle_dtype(options: EngineOptions, config: ModelConfig, hardware: Hardware) -> str:
-    """The dtype of weights and activations; what `weights_bytes` depends on."""
-    if options.dtype != "auto":
-        return options.dtype
-    if hardware.kind == "cpu":
-        return "bfloat16" if hardware.has_fast_bf16 else "float32"
-    return "bfloat16" if hardware.has_fast_bf16 and config.dtype != "float16" else "float16"
-
-
-def settle_backend(options: EngineOptions) -> Literal["reference", "cpu"]:
-    """The kernels: the torch ones on every device until there are others."""
-    return "cpu" if options.backend == "auto" else options.backend
-
-
-def settle_placement(options: EngineOptions, hardware: Hardware) -> Placement:
-    """One device, or all devices of a machine that is only planned for."""
-    if options.tensor_parallel > 1:
-        raise JobError(
-            f"model.parallel.tensor = {options.tensor_parallel} is not built yet; set it to 1"
-        )
-    return Placement(tensor=1 if hardware.is_local else hardware.count)
 
 
 def resolve(
@@ -190,6 +175,7 @@ def draft(
         max_num_seqs=max_num_seqs,
         max_batched_tokens=max_batched_tokens,
         prefix_caching=options.prefix_caching,
+        deterministic=settle_exact(options, hardware),
         memory=memory,
         notes=_notes(hardware, placement, max_model_len, wanted),
         misfit=pool.misfit(max_model_len, num_pages, memory),

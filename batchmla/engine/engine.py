@@ -16,20 +16,18 @@ import torch
 
 from batchmla import kernels
 from batchmla.core import Completion, EngineOptions, EngineStats, Prompt, PromptSource
-from batchmla.engine.config import (
-    EngineConfig,
-    LayoutOf,
-    draft,
-    resolve,
-    settle_backend,
-    settle_dtype,
-    settle_placement,
-)
+from batchmla.engine.config import EngineConfig, LayoutOf, draft, resolve
 from batchmla.engine.hardware import Hardware, detect
 from batchmla.engine.runner import Runner
 from batchmla.engine.sampler import Draw, Sampler
 from batchmla.engine.scheduler import Chunk, Limits, Scheduler
 from batchmla.engine.sequence import failed
+from batchmla.engine.settle import (
+    settle_backend,
+    settle_dtype,
+    settle_exact,
+    settle_placement,
+)
 from batchmla.errors import JobError
 from batchmla.kernels.ops import SampleOp
 from batchmla.kv.layout import KVLayout
@@ -68,11 +66,12 @@ class EngineCore:
         sample: SampleOp,
         vocab_limit: int,
         device: torch.device,
+        is_exact: bool = False,
     ) -> None:
         self._pages = PageTable(num_pages, layout.page_tokens)
         self._scheduler = Scheduler(self._pages, limits)
         sampler = Sampler(sample, vocab_limit=vocab_limit, device=device)
-        self._runner = Runner(model, layout, num_pages, sampler, device)
+        self._runner = Runner(model, layout, num_pages, sampler, device, is_exact=is_exact)
         self._vocab_limit = vocab_limit
         self._totals = _Totals()
         self._is_busy = False
@@ -194,7 +193,7 @@ def load_engine(options: EngineOptions, *, vocab_limit: int | None = None) -> En
     for note in config.notes:
         logger.info("%s", note)
     device = torch.device(config.device)
-    ops = kernels.load(config.backend)
+    ops = kernels.load(config.backend, exact=config.deterministic)
     model = load_model(
         folder,
         raw_config,
@@ -214,6 +213,7 @@ def load_engine(options: EngineOptions, *, vocab_limit: int | None = None) -> En
         sample=ops.sample,
         vocab_limit=min(vocab_size, vocab_limit or vocab_size),
         device=device,
+        is_exact=config.deterministic,
     )
 
 
@@ -243,6 +243,6 @@ def _facts(
 
     placement = settle_placement(options, hardware)
     dtype = getattr(torch, settle_dtype(options, config, hardware))
-    ops = kernels.load(settle_backend(options))
+    ops = kernels.load(settle_backend(options), exact=settle_exact(options, hardware))
     count = count_model(raw_config, placement, ops, dtype)
     return options, config, layout_of, hardware, count.weights_bytes

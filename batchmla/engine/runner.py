@@ -27,8 +27,12 @@ class Runner:
         num_pages: int,
         sampler: Sampler,
         device: torch.device,
+        *,
+        is_exact: bool = False,
     ) -> None:
+        """`is_exact` marks every step; the model must be built with exact ops then."""
         self._model = model
+        self._is_exact = is_exact
         self._sampler = sampler
         self._page_tokens = layout.page_tokens
         self._device = device
@@ -43,7 +47,7 @@ class Runner:
     @torch.inference_mode()
     def run(self, chunks: Items[Chunk]) -> list[Draw | None]:
         """One forward pass; for every chunk the draw for its sequence, None where none is due."""
-        step = build_step(chunks, self._page_tokens, self._device)
+        step = build_step(chunks, self._page_tokens, self._device, is_exact=self._is_exact)
         due = [chunk.sequence for chunk in chunks if chunk.samples]
         try:
             hidden_TM = self._model.forward(step, self._model.plan(step), self._cache)

@@ -13,7 +13,9 @@ from batchmla.engine.scheduler import Chunk
 from batchmla.kv.step import Step
 
 
-def build_step(chunks: Items[Chunk], page_tokens: int, device: torch.device) -> Step:
+def build_step(
+    chunks: Items[Chunk], page_tokens: int, device: torch.device, *, is_exact: bool = False
+) -> Step:
     """The tokens, positions, slots and page tables of `chunks`, in their order."""
     counts_S = np.array([chunk.num_tokens for chunk in chunks], np.int64)
     firsts_S = np.array([chunk.start for chunk in chunks], np.int64)
@@ -48,6 +50,7 @@ def build_step(chunks: Items[Chunk], page_tokens: int, device: torch.device) -> 
         host_starts_S1=starts_S1,
         host_context_S=context_S,
         host_prompt_S=prompt_S,
+        is_exact=is_exact,
     )
 
 

@@ -29,6 +29,7 @@ class Step:
     host_starts_S1: HostInts
     host_context_S: HostInts
     host_prompt_S: HostInts  # prompt length of each sequence; positions beyond it were generated
+    is_exact: bool = False  # attention is planned by position alone, not by what is cheapest
 
     @property
     def num_sequences(self) -> int:

@@ -5,7 +5,8 @@ CPU SDPA reaches its flash kernel when keys and values have one width: the absor
 latent row as both and drops the tail of the result, the expanded form pads the values.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -71,12 +72,40 @@ def _attend(
     group: Group,
     scale: float,
 ) -> torch.Tensor:
+    """One SDPA for the group, or one for each of its query blocks → [G, Q, H, W]."""
+    block, num_queries = group.query_block, group.num_queries
+    if block is None:
+        return _sdpa(q_GQHD, k_GLKD, v_GLKW, group.bias_GQL, scale, is_causal=group.is_causal)
+    if block == 1:  # of one sequence: its queries stand where others have sequences
+        assert group.bias_GQL is not None and group.num_sequences == 1
+        k, v = (part.expand(num_queries, -1, -1, -1) for part in (k_GLKD, v_GLKW))
+        bias_Q1L = group.bias_GQL.transpose(0, 1)
+        return _sdpa(q_GQHD.transpose(0, 1), k, v, bias_Q1L, scale).transpose(0, 1)
+    parts = []
+    for start in range(0, num_queries, block):
+        seen = group.num_keys - num_queries + start + block
+        assert group.bias_GQL is not None
+        bias = group.bias_GQL[:, :, group.num_keys - seen :]
+        q = q_GQHD[:, start : start + block]
+        parts.append(_sdpa(q, k_GLKD[:, :seen], v_GLKW[:, :seen], bias, scale))
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+
+def _sdpa(
+    q_GQHD: torch.Tensor,
+    k_GLKD: torch.Tensor,
+    v_GLKW: torch.Tensor,
+    bias_GQL: torch.Tensor | None,
+    scale: float,
+    *,
+    is_causal: bool = False,
+) -> torch.Tensor:
     """SDPA with H/K query heads a kv head → [G, Q, H, W], without copying keys where it can."""
     num_seqs, num_queries, num_heads, head_dim = q_GQHD.shape
     num_kv_heads = k_GLKD.shape[2]
     share = num_heads // num_kv_heads
     k, v = k_GLKD.transpose(1, 2), v_GLKW.transpose(1, 2)  # [G, K, L, D or W]
-    bias = None if group.bias_GQL is None else group.bias_GQL[:, None]
+    bias = None if bias_GQL is None else bias_GQL[:, None]
     if num_queries == 1:
         q = q_GQHD.view(num_seqs, num_kv_heads, share, head_dim)
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=scale)
@@ -92,19 +121,37 @@ def _attend(
     else:
         q = q_GQHD.transpose(1, 2)
         k, v = (part.repeat_interleave(share, dim=1) for part in (k, v))
-    out = F.scaled_dot_product_attention(
-        q, k, v, attn_mask=bias, is_causal=group.is_causal, scale=scale
-    )
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, is_causal=is_causal, scale=scale)
     if num_seqs == 1:
         return out.reshape(1, num_heads, num_queries, -1).transpose(1, 2)
     return out.transpose(1, 2)
 
 
+def to_latent(q_HNX: torch.Tensor, up_HXC: torch.Tensor, dims: MlaDims) -> torch.Tensor:
+    """UKᵀ q_nope of every head."""
+    return torch.bmm(q_HNX, up_HXC[:, : dims.nope])
+
+
+def from_latent(z_HNC: torch.Tensor, up_HXC: torch.Tensor, dims: MlaDims) -> torch.Tensor:
+    """UV z of every head."""
+    return torch.bmm(z_HNC, up_HXC[:, dims.nope :].transpose(1, 2))
+
+
+@dataclass(frozen=True, slots=True)
+class LatentProducts:
+    """The products with kv_b: of latent rows, and per head of queries and of results."""
+
+    expand: Callable[[torch.Tensor, Packed], torch.Tensor] = lambda x, kv_b: one_linear(x, kv_b, 0)
+    to_latent: Callable[[torch.Tensor, torch.Tensor, MlaDims], torch.Tensor] = to_latent
+    from_latent: Callable[[torch.Tensor, torch.Tensor, MlaDims], torch.Tensor] = from_latent
+
+
 class Attention:
     """gqa and mla of one back end; gathered keys share one scratch."""
 
-    def __init__(self, scratch: Scratch) -> None:
+    def __init__(self, scratch: Scratch, products: LatentProducts | None = None) -> None:
         self._scratch = scratch
+        self._products = products or LatentProducts()
 
     def gqa(
         self,
@@ -176,7 +223,7 @@ class Attention:
         assert kv_b.plain is not None
         up_HXC = kv_b.plain.view(dims.heads, dims.nope + dims.value, dims.latent)
         q_HNX = q_NHD[..., : dims.nope].transpose(0, 1).contiguous()
-        q_HNC = torch.bmm(q_HNX, up_HXC[:, : dims.nope])
+        q_HNC = self._products.to_latent(q_HNX, up_HXC, dims)
         q_NHX = torch.cat((q_HNC.transpose(0, 1), q_NHD[..., dims.nope :]), dim=-1)
         parts = []
         for group in groups.members:
@@ -184,7 +231,7 @@ class Attention:
             z_GQHX = _attend(_grid(q_NHX, group), row_GL1X, row_GL1X, group, dims.scale)
             parts.append(_rows(z_GQHX[..., : dims.latent], group))
         z_HNC = _join(parts).transpose(0, 1).contiguous()
-        out_HNW = torch.bmm(z_HNC, up_HXC[:, dims.nope :].transpose(1, 2))
+        out_HNW = self._products.from_latent(z_HNC, up_HXC, dims)
         return out_HNW.transpose(0, 1).flatten(1)
 
     def _expanded(
@@ -199,7 +246,7 @@ class Attention:
         parts = []
         for group in groups.members:
             row_GLX = self._keys("keys", cache_PBW, group, q_NHD.dtype)
-            kv_XX = one_linear(row_GLX[..., : dims.latent].flatten(0, 1), kv_b, 0)
+            kv_XX = self._products.expand(row_GLX[..., : dims.latent].flatten(0, 1), kv_b)
             kv_GLHX = kv_XX.view(*row_GLX.shape[:2], dims.heads, dims.nope + dims.value)
             pe_GLHR = row_GLX[:, :, None, dims.latent :].expand(-1, -1, dims.heads, -1)
             k_GLHD = torch.cat((kv_GLHX[..., : dims.nope], pe_GLHR), dim=-1)

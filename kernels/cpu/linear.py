@@ -22,8 +22,10 @@ LAYOUT_ROWS = 256  # row count the layout is chosen for; measured fit for 1 to 5
 class Linears:
     """pack, copies and linear of one back end; decides once whether prepacking works here."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, lays_side_by_side: bool = True) -> None:
+        """`lays_side_by_side`: small experts are kept a second time, all of a layer as one MLP."""
         self._can_prepack = self._probe()
+        self._lays_side_by_side = lays_side_by_side
 
     @staticmethod
     def _probe() -> bool:
@@ -60,7 +62,7 @@ class Linears:
         is_twice = (
             kind is PackKind.LATENT
             if kind not in (PackKind.EXPERTS_UP, PackKind.EXPERTS_DOWN)
-            else is_small(kind, shape)
+            else self._lays_side_by_side and is_small(kind, shape)
         )
         is_laid_out = self._prepacks(kind, dtype, torch.device("cpu"))
         return count * dtype.itemsize * (2 if is_twice and is_laid_out else 1)
@@ -77,7 +79,7 @@ class Linears:
             return Packed(kind, shape, plain=weight)
         if kind in (PackKind.EXPERTS_UP, PackKind.EXPERTS_DOWN):
             laid_out = tuple(_reorder(one_OI) for one_OI in weight)
-            if is_small(kind, shape):
+            if self._lays_side_by_side and is_small(kind, shape):
                 laid_out += (_reorder(side_by_side(kind, weight)),)
             return Packed(kind, shape, laid_out=laid_out)
         plain = weight if kind is PackKind.LATENT else None

@@ -10,9 +10,18 @@ def route(
     x_TM: torch.Tensor, weight_EM: torch.Tensor, bias_E: torch.Tensor | None, dims: RouterDims
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """All tokens at once; weight and bias are float32."""
-    logits_TE = F.linear(x_TM.float(), weight_EM)
-    is_sigmoid = dims.scoring is Scoring.SIGMOID
-    scores_TE = logits_TE.sigmoid_() if is_sigmoid else logits_TE.softmax(dim=1)
+    return choose(F.linear(x_TM.float(), weight_EM), bias_E, dims)
+
+
+def choose(
+    logits_TE: torch.Tensor, bias_E: torch.Tensor | None, dims: RouterDims
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Every token by itself. The sigmoid is written out: torch's own rounds a value differently at
+    the end of a run of values, and exact mode chooses by this function too."""
+    if dims.scoring is Scoring.SIGMOID:
+        scores_TE = logits_TE.neg().exp_().add_(1).reciprocal_()
+    else:
+        scores_TE = logits_TE.softmax(dim=1)
     choice_TE = scores_TE if bias_E is None else scores_TE + bias_E
     if dims.kept_groups < dims.groups:
         choice_TGX = choice_TE.view(-1, dims.groups, choice_TE.shape[1] // dims.groups)

@@ -48,7 +48,7 @@ def _sequences(
             here = [(row, at - first) for row, at in zip(rows, grid, strict=True) if at in places]
             seen_QL = torch.ones(group.num_queries, group.num_keys, dtype=torch.bool)
             if group.is_causal:
-                seen_QL = seen_QL.tril()
+                seen_QL = seen_QL.tril(group.num_keys - group.num_queries)
             elif group.bias_GQL is not None:
                 seen_QL = group.bias_GQL[index].cpu() == 0
             row_LW = cache_PBW[group.pages_GP[index]].flatten(0, 1)[: group.num_keys]

@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from batchmla.core import EngineOptions
-from batchmla.engine.config import EngineConfig, draft, resolve, settle_dtype
+from batchmla.engine.config import EngineConfig, draft, resolve
 from batchmla.engine.engine import load_engine, plan_engine
 from batchmla.engine.hardware import Hardware, detect, parse_hardware
+from batchmla.engine.settle import settle_dtype
 from batchmla.errors import DeviceError, ExitCode, JobError
 from batchmla.kv.layout import KVLayout, KVPart
 from batchmla.placement import Placement

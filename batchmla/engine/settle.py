@@ -1,0 +1,46 @@
+"""The choices on which others depend, each by itself: dtype, kernels, exactness, placement."""
+
+from typing import Literal
+
+from batchmla.core import EngineOptions
+from batchmla.engine.hardware import Hardware
+from batchmla.errors import JobError
+from batchmla.models.base import ModelConfig
+from batchmla.placement import Placement
+
+
+def settle_dtype(options: EngineOptions, config: ModelConfig, hardware: Hardware) -> str:
+    """The dtype of weights and activations; what `weights_bytes` depends on."""
+    if options.dtype != "auto":
+        return options.dtype
+    if hardware.kind == "cpu":
+        return "bfloat16" if hardware.has_fast_bf16 else "float32"
+    return "bfloat16" if hardware.has_fast_bf16 and config.dtype != "float16" else "float16"
+
+
+def settle_backend(options: EngineOptions) -> Literal["reference", "cpu"]:
+    """The kernels: the torch ones on every device until there are others."""
+    return "cpu" if options.backend == "auto" else options.backend
+
+
+def settle_exact(options: EngineOptions, hardware: Hardware) -> bool:
+    """Whether exact mode is on; refused where it is not built."""
+    if options.deterministic and hardware.kind != "cpu":
+        raise JobError(
+            f"engine.deterministic is not built yet for {hardware.kind}; set it to false, or "
+            "model.device to cpu"
+        )
+    if options.deterministic and settle_backend(options) != "cpu":
+        raise JobError(
+            f"engine.deterministic is not built for the back end {options.backend!r}; use cpu"
+        )
+    return options.deterministic
+
+
+def settle_placement(options: EngineOptions, hardware: Hardware) -> Placement:
+    """One device, or all devices of a machine that is only planned for."""
+    if options.tensor_parallel > 1:
+        raise JobError(
+            f"model.parallel.tensor = {options.tensor_parallel} is not built yet; set it to 1"
+        )
+    return Placement(tensor=1 if hardware.is_local else hardware.count)

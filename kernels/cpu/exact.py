@@ -1,0 +1,177 @@
+"""The CPU back end in exact mode: a row's results depend on that row alone. Shapes: see
+`batchmla.kernels.ops`.
+
+Products run at row counts that agree with each other (`rows.py`), a token's experts are summed in
+one order, and no function is used that rounds a value by its place in a tensor. Attention is exact
+by its groups: `batchmla.attention.exact_groups` cuts them by position alone.
+"""
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from batchmla.kernels.cpu.attention import Attention, LatentProducts, from_latent, to_latent
+from batchmla.kernels.cpu.linear import Linears, act_mul, one_linear
+from batchmla.kernels.cpu.moe import choose
+from batchmla.kernels.cpu.rows import (
+    TRIAL_ROWS,
+    Product,
+    RowCounts,
+    RowTrials,
+    aligned,
+    cancelling,
+)
+from batchmla.kernels.cpu.scratch import Scratch
+from batchmla.kernels.cpu.table import make_ops
+from batchmla.kernels.ops import MlaDims, Ops, Packed, PackKind, RouterDims
+
+
+def exact_act_mul(gate_up_TF: torch.Tensor) -> torch.Tensor:
+    """silu(gate) · up. torch rounds silu of float32 differently at the end of a run of values, so
+    it is written out there; narrower dtypes give one result for each value."""
+    if gate_up_TF.dtype != torch.float32:
+        return act_mul(gate_up_TF)
+    gate_TF, up_TF = gate_up_TF.chunk(2, dim=-1)
+    return gate_TF.neg().exp_().add_(1).reciprocal_().mul_(gate_TF).mul_(up_TF)
+
+
+class ExactProducts:
+    """Every matrix product of the back end, at row counts that agree."""
+
+    def __init__(self, linears: Linears) -> None:
+        self._linears = linears
+        self._trials = RowTrials()
+
+    def linear(
+        self, x_TI: torch.Tensor, weight: Packed, bias_O: torch.Tensor | None
+    ) -> torch.Tensor:
+        """x·Wᵀ + b."""
+        counts = self._counts(weight, x_TI.dtype, bias_O)
+        return counts.run(x_TI, lambda block: self._linears.linear(block, weight, bias_O))
+
+    def route(
+        self,
+        x_TM: torch.Tensor,
+        weight_EM: torch.Tensor,
+        bias_E: torch.Tensor | None,
+        dims: RouterDims,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logits in float32, then the choice row by row."""
+
+        def make() -> tuple[Product, torch.Tensor]:
+            num_experts, width = weight_EM.shape
+            x, w = cancelling(TRIAL_ROWS, (num_experts, width), torch.float32)
+            return lambda block: F.linear(block, w), x
+
+        counts = self._trials.counts(("route", *weight_EM.shape), make)
+        logits_TE = counts.run(x_TM.float(), lambda block: F.linear(block, weight_EM))
+        return choose(logits_TE, bias_E, dims)
+
+    def experts(
+        self,
+        x_TM: torch.Tensor,
+        weights_TA: torch.Tensor,
+        ids_TA: torch.Tensor,
+        up: Packed,
+        down: Packed,
+    ) -> torch.Tensor:
+        """Each expert over its tokens in blocks; a token's experts are summed as it chose them.
+
+        The blocks lie one after the other in one gathered tensor; token 0 pads them.
+        """
+        counts = self._trials.common(self._counts(up, x_TM.dtype), self._counts(down, x_TM.dtype))
+        ids_X = ids_TA.flatten().numpy()
+        order_X = np.argsort(ids_X, kind="stable")
+        received_E = np.bincount(ids_X, minlength=up.shape[0])
+        blocks_E = [counts.cut(received) for received in received_E.tolist()]
+        sizes_E = np.array([sum(blocks) for blocks in blocks_E])
+        shift_E = (np.cumsum(sizes_E) - sizes_E) - (np.cumsum(received_E) - received_E)
+        place_X = np.arange(len(ids_X)) + np.repeat(shift_E, received_E)
+        token_N = np.zeros(int(sizes_E.sum()), np.int64)
+        token_N[place_X] = order_X // ids_TA.shape[1]
+        row_X = np.empty_like(place_X)
+        row_X[order_X] = place_X
+
+        rows_NM, out, start = x_TM.index_select(0, torch.from_numpy(token_N)), [], 0
+        for expert, blocks in enumerate(blocks_E):
+            for count in blocks:
+                block_XM = aligned(rows_NM[start : start + count], count)
+                hidden_XF = exact_act_mul(one_linear(block_XM, up, expert))
+                out.append(one_linear(hidden_XF, down, expert))
+                start += count
+        return F.embedding_bag(
+            torch.from_numpy(row_X).view(ids_TA.shape),
+            torch.cat(out),
+            mode="sum",
+            per_sample_weights=weights_TA.to(x_TM.dtype),
+        )
+
+    def latent_products(self) -> LatentProducts:
+        """The products of latent attention."""
+        return LatentProducts(
+            expand=lambda latent_NC, kv_b: self.linear(latent_NC, kv_b, None),
+            to_latent=self._to_latent,
+            from_latent=self._from_latent,
+        )
+
+    def _to_latent(self, q_HNX: torch.Tensor, up_HXC: torch.Tensor, dims: MlaDims) -> torch.Tensor:
+        counts = self._head_counts(up_HXC, dims, is_up=True)
+        return counts.run(q_HNX, lambda block: to_latent(block, up_HXC, dims))
+
+    def _from_latent(
+        self, z_HNC: torch.Tensor, up_HXC: torch.Tensor, dims: MlaDims
+    ) -> torch.Tensor:
+        counts = self._head_counts(up_HXC, dims, is_up=False)
+        return counts.run(z_HNC, lambda block: from_latent(block, up_HXC, dims))
+
+    def _counts(
+        self, weight: Packed, dtype: torch.dtype, bias_O: torch.Tensor | None = None
+    ) -> RowCounts:
+        """Of a linear or of one expert of this shape."""
+        kind = PackKind.LINEAR if len(weight.shape) == 3 else weight.kind
+        out_features, in_features = weight.shape[-2:]
+
+        def make() -> tuple[Product, torch.Tensor]:
+            x_TI, w_OI = cancelling(TRIAL_ROWS, (out_features, in_features), dtype)
+            trial = self._linears.pack(kind, w_OI)
+            return lambda block: self._linears.linear(block, trial, bias_O), x_TI
+
+        key = (kind, out_features, in_features, dtype, bias_O is not None)
+        return self._trials.counts(key, make)
+
+    def _head_counts(self, up_HXC: torch.Tensor, dims: MlaDims, *, is_up: bool) -> RowCounts:
+        """Of the products of all heads with UK or with UV."""
+
+        def make() -> tuple[Product, torch.Tensor]:
+            shape = (dims.latent, dims.nope) if is_up else (dims.value, dims.latent)
+            x_TI, w_OI = cancelling(TRIAL_ROWS, shape, up_HXC.dtype)
+            trial_HXC = torch.zeros_like(up_HXC)
+            if is_up:
+                trial_HXC[:, : dims.nope] = w_OI.T
+            else:
+                trial_HXC[:, dims.nope :] = w_OI
+            product = to_latent if is_up else from_latent
+            x_HTI = x_TI.expand(dims.heads, -1, -1).contiguous()
+            return lambda block: product(block, trial_HXC, dims), x_HTI
+
+        return self._trials.counts((is_up, up_HXC.dtype, dims), make)
+
+
+def make_exact() -> Ops:
+    """The CPU back end with everything replaced that mixes rows."""
+    linears = Linears(lays_side_by_side=False)
+    products = ExactProducts(linears)
+    attention = Attention(Scratch(), products.latent_products())
+    return replace(
+        make_ops(),
+        pack=linears.pack,
+        packed_bytes=linears.packed_bytes,
+        linear=products.linear,
+        gqa=attention.gqa,
+        mla=attention.mla,
+        route=products.route,
+        experts=products.experts,
+        act_mul=exact_act_mul,
+    )
