@@ -2,11 +2,16 @@
 
 Reasoning has a line for each item, digits from low to high, every carry written:
 
-    A:3*04.50 3*0=00+0+0=00 3*5=15+0+0=15 3*4=12+0+1=13 3*0=00+0+1=01 0+0=0
+    A:3*04.50 3*0=00+0+0=00 3*5=15+0+0=15 3*4=12+0+1=13 3*0=00+0+1=01 0+0=00
 
 A step is `quantity*digit=product+digit of the total+carry=new carry and digit of the total`; the
-last one adds the carry to the total's fifth digit. A discount line subtracts with borrows in steps
-`10+digit of the total-digit-borrow` (a leading 1 means no borrow), and `=013.50` closes.
+last one adds the carry to the total's fifth digit. A discount is taken off by adding nines'
+complements to a first carry of 1, the last step takes off what was not carried:
+
+    -:1*01.50 9-0=09+0+1=10 9-5=04+5+1=10 9-1=08+3+1=12 9-0=09+1+1=11 0-0=00
+
+All lines have as many tokens and a digit of the total always stands one line above the one that
+needs it. The total closes the reasoning: `=012.00`.
 """
 
 import random
@@ -242,7 +247,7 @@ def write_reasoning(items: list[tuple[int, int]], discount_cents: int) -> tuple[
             value = product + total[place] + carry
             steps.append(f"{quantity}*{digit}={product:02d}+{total[place]}+{carry}={value:02d}")
             carry, total[place] = divmod(value, 10)
-        steps.append(f"{total[4]}+{carry}={total[4] + carry}")
+        steps.append(f"{total[4]}+{carry}={total[4] + carry:02d}")
         total[4] += carry
         lines.append(f"{label}:{quantity}*{price // 100:02d}.{price % 100:02d} " + " ".join(steps))
     if discount_cents:
@@ -253,15 +258,15 @@ def write_reasoning(items: list[tuple[int, int]], discount_cents: int) -> tuple[
 
 
 def _write_discount(total: list[int], discount_cents: int) -> str:
-    steps, borrow = [], 0
+    steps, carry = [], 1
     for place in range(4):
         digit = discount_cents // 10**place % 10
-        value = 10 + total[place] - digit - borrow
-        steps.append(f"10+{total[place]}-{digit}-{borrow}={value:02d}")
-        borrow, total[place] = 1 - value // 10, value % 10
-    steps.append(f"{total[4]}-{borrow}={total[4] - borrow}")
-    total[4] -= borrow
-    return f"-{discount_cents // 100:02d}.{discount_cents % 100:02d} " + " ".join(steps)
+        value = 9 - digit + total[place] + carry
+        steps.append(f"9-{digit}={9 - digit:02d}+{total[place]}+{carry}={value:02d}")
+        carry, total[place] = divmod(value, 10)
+    steps.append(f"{total[4]}-{1 - carry}={total[4] - 1 + carry:02d}")
+    total[4] -= 1 - carry
+    return f"-:1*{discount_cents // 100:02d}.{discount_cents % 100:02d} " + " ".join(steps)
 
 
 def write_answer(num_items: int, discount_cents: int, total_cents: int) -> str:

@@ -15,54 +15,58 @@ from torch import Tensor
 
 from examples.tally.documents import Document, heldout_documents
 from examples.tally.export import load_model
-from examples.tally.model import Block, Tally, rms_norm
+from examples.tally.model import Attention, Block, Tally, rms_norm
 from examples.tally.tokens import SampleEncoder
 
 MAX_NEW_TOKENS = 640
 
 
 class Decoder:
-    """Right-padded sequences with expanded keys and values, one cache row each."""
+    """Right-padded sequences over a cache of latents and rotated keys, in absorbed form."""
 
     def __init__(self, model: Tally, dtype: torch.dtype, rows: int, positions: int) -> None:
         c = model.config
         self.model, self.dtype = model, dtype
-        self.keys = [
-            torch.zeros(rows, c.heads, positions, c.nope + c.rope, dtype=dtype)
-            for _ in model.blocks
-        ]
-        self.values = [
-            torch.zeros(rows, c.heads, positions, c.value, dtype=dtype) for _ in model.blocks
+        self.caches = [
+            torch.zeros(rows, positions, c.kv_rank + c.rope, dtype=dtype) for _ in model.blocks
         ]
 
     def run(self, ids: Tensor, starts: Tensor) -> Tensor:
         """Feed ids [B, S] at positions starts[b] + s; give the final states [B, S, M]."""
-        model, width = self.model, ids.shape[1]
-        positions = starts.unsqueeze(1) + torch.arange(width)
+        model = self.model
+        positions = starts.unsqueeze(1) + torch.arange(ids.shape[1])
         cos, sin = model.angles(positions)
-        reach = int(positions.max()) + 1
-        is_seen = torch.arange(reach) <= positions.unsqueeze(-1)  # [B, S, reach]
+        is_seen = torch.arange(int(positions.max()) + 1) <= positions.unsqueeze(-1)
         rows = torch.arange(len(ids)).unsqueeze(1)
         x = F.embedding(ids, model.embed).to(self.dtype)
-        for index, block in enumerate(model.blocks):
+        for block, cache in zip(model.blocks, self.caches, strict=True):
             assert isinstance(block, Block)
-            q, k, v = block.before(x, cos, sin)
-            self.keys[index][rows, :, positions] = k.transpose(1, 2)
-            self.values[index][rows, :, positions] = v.transpose(1, 2)
-            z = F.scaled_dot_product_attention(
-                q,
-                self.keys[index][:, :, :reach],
-                self.values[index][:, :, :reach],
-                attn_mask=is_seen.unsqueeze(1),
-                scale=block.attention.scale,
-            )
+            h = rms_norm(x, block.attention_norm, block.eps)
+            cache[rows, positions] = torch.cat(block.attention.latents(h, cos, sin), dim=-1)
+            q = block.attention.queries(h, cos, sin)
+            z = absorbed(block.attention, q, cache[:, : is_seen.shape[-1]], is_seen)
             x, _ = block.after(x, z)
         return rms_norm(x, model.norm, model.config.eps)
 
     def keep(self, rows: Tensor) -> None:
         """Drop all rows but these."""
-        self.keys = [keys[rows] for keys in self.keys]
-        self.values = [values[rows] for values in self.values]
+        self.caches = [cache[rows] for cache in self.caches]
+
+
+def absorbed(attention: Attention, q: Tensor, cache: Tensor, is_seen: Tensor) -> Tensor:
+    """Attend q [B, S, H, D] to a cache [B, K, kv_rank + rope] where is_seen [B, S, K].
+
+    Gives [B, H, S, value].
+    """
+    c = attention.config
+    up = attention.kv_b.weight.to(q.dtype).view(c.heads, c.nope + c.value, c.kv_rank)
+    q_latent = torch.einsum("bshn,hnr->bshr", q[..., : c.nope], up[:, : c.nope])
+    q_cache = torch.cat([q_latent, q[..., c.nope :]], dim=-1).flatten(1, 2)  # [B, S*H, rank+rope]
+    scores = torch.bmm(q_cache * attention.scale, cache.mT).float().unflatten(1, (-1, c.heads))
+    scores = scores.masked_fill(~is_seen.unsqueeze(2), -torch.inf)
+    chosen = scores.softmax(-1).to(q.dtype).flatten(1, 2)
+    z = torch.bmm(chosen, cache[..., : c.kv_rank]).unflatten(1, (-1, c.heads))
+    return torch.einsum("bshr,hvr->bhsv", z, up[:, c.nope :])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

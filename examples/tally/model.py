@@ -109,18 +109,28 @@ class Attention(nn.Module):
         self.out = Linear(c.heads * c.value, c.width, gain=0.3)
         self.scale = softmax_scale(c)
 
+    def queries(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Give q [B, S, H, D], the plain part before the rotated one, of x [B, S, M]."""
+        c = self.config
+        q = self.q_b(rms_norm(self.q_a(x), self.q_norm, c.eps))
+        q = q.unflatten(-1, (c.heads, c.nope + c.rope))
+        cos, sin = cos.to(x.dtype).unsqueeze(2), sin.to(x.dtype).unsqueeze(2)
+        return torch.cat([q[..., : c.nope], rotate(q[..., c.nope :], cos, sin)], dim=-1)
+
+    def latents(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """Give what a cache keeps: latent [B, S, kv_rank], rotated key [B, S, rope]."""
+        c, latent = self.config, self.kv_a(x)
+        normed = rms_norm(latent[..., : c.kv_rank], self.kv_norm, c.eps)
+        return normed, rotate(latent[..., c.kv_rank :], cos.to(x.dtype), sin.to(x.dtype))
+
     def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Give q, k [B, H, S, D] and v [B, H, S, value] of x [B, S, M]."""
         c, (b, s, _) = self.config, x.shape
-        q = self.q_b(rms_norm(self.q_a(x), self.q_norm, c.eps))
-        q = q.view(b, s, c.heads, c.nope + c.rope)
-        latent = self.kv_a(x)
-        kv = self.kv_b(rms_norm(latent[..., : c.kv_rank], self.kv_norm, c.eps))
-        kv = kv.view(b, s, c.heads, c.nope + c.value)
-        cos, sin = cos.to(x.dtype).unsqueeze(2), sin.to(x.dtype).unsqueeze(2)
-        q = torch.cat([q[..., : c.nope], rotate(q[..., c.nope :], cos, sin)], dim=-1)
-        k_rope = rotate(latent[..., c.kv_rank :].unsqueeze(2), cos, sin)
-        k = torch.cat([kv[..., : c.nope], k_rope.expand(b, s, c.heads, c.rope)], dim=-1)
+        q = self.queries(x, cos, sin)
+        latent, k_rope = self.latents(x, cos, sin)
+        kv = self.kv_b(latent).view(b, s, c.heads, c.nope + c.value)
+        k_rope = k_rope.unsqueeze(2).expand(b, s, c.heads, c.rope)
+        k = torch.cat([kv[..., : c.nope], k_rope], dim=-1)
         return q.transpose(1, 2), k.transpose(1, 2), kv[..., c.nope :].transpose(1, 2)
 
 

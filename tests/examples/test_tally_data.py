@@ -100,10 +100,15 @@ def test_every_step_of_the_reasoning_holds(heldout: list[Document]) -> None:
         ):
             assert int(quantity) * int(digit) == int(product)
             assert int(product) + int(total) + int(carry) == int(value)
-        for total, digit, borrow, value in re.findall(
-            r"10\+(\d)-(\d)-(\d)=(\d\d)", document.reasoning
+        for digit, nines, total, carry, value in re.findall(
+            r"9-(\d)=(\d\d)\+(\d)\+(\d)=(\d\d)", document.reasoning
         ):
-            assert 10 + int(total) - int(digit) - int(borrow) == int(value)
+            assert 9 - int(digit) == int(nines)
+            assert int(nines) + int(total) + int(carry) == int(value)
+        for total, sign, carry, value in re.findall(
+            r" (\d)([+-])(\d)=(\d\d)$", document.reasoning, re.MULTILINE
+        ):
+            assert int(total) + int(sign + carry) == int(value)
         closing = re.search(r"^=(\d{3}\.\d\d)\n\Z", document.reasoning, re.MULTILINE)
         assert closing is not None
         assert float(closing[1]) == float(json.loads(document.answer)["total"])
