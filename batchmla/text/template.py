@@ -23,6 +23,7 @@ from jinja2.parser import Parser
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from batchmla.text.bounds import BoundedRange, check_operands, check_padding
 from batchmla.text.control import ControlStrings
 from batchmla.text.marked import MarkedText
 from batchmla.text.tracked import TrackedText, Watch
@@ -74,15 +75,33 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
 
     code_generator_class = _Generator
     concat = staticmethod(TrackedText.concat)
-    intercepted_binops = frozenset(["%"])
+    intercepted_binops = frozenset(["%", "*", "**"])
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.bounded_range = BoundedRange()
 
     def call(self, context: Context, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
+        owner, name = getattr(obj, "__self__", None), getattr(obj, "__name__", "call")
+        check_padding(name, (owner, *args, *kwargs.values()))
         made = super().call(context, obj, *args, **kwargs)
-        taken = (getattr(obj, "__self__", None), args, kwargs)
-        return _remarked(made, taken, getattr(obj, "__name__", "call"))
+        return _remarked(made, (owner, args, kwargs), name)
+
+    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
+        wrapped = super().wrap_str_format(value)
+        if wrapped is None:
+            return None
+
+        def format_(*args: Any, **kwargs: Any) -> str:
+            check_padding("format", (value.__self__, *args, *kwargs.values()))
+            return wrapped(*args, **kwargs)
+
+        return format_
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        return _remarked(super().call_binop(context, operator, left, right), (left, right), "%")
+        check_operands(operator, left, right)
+        made = super().call_binop(context, operator, left, right)
+        return _remarked(made, (left, right), operator)
 
 
 def chat_environment() -> TemplateEnvironment:
@@ -121,6 +140,7 @@ def _furnished(environment: TemplateEnvironment) -> TemplateEnvironment:
     for name, plain in environment.filters.items():
         environment.filters[name] = _remarking(name, plain)
     environment.tests["none"] = lambda value: value is None or isinstance(value, NullValue)
+    environment.globals["range"] = environment.bounded_range
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now
     return environment
@@ -131,14 +151,20 @@ def _remarking(name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(plain)
     def filter_(*args: Any, **kwargs: Any) -> Any:
+        check_padding(name, (*args, *kwargs.values()))
         return _remarked(plain(*args, **kwargs), (args, kwargs), name)
 
     return filter_
 
 
 def _remarked(made: Any, taken: Any, operation: str) -> Any:
-    if not isinstance(made, str) or isinstance(made, TrackedText):
+    if not isinstance(made, str):
         return made
+    if isinstance(made, TrackedText):
+        if hasattr(made, "spans"):
+            return made
+        # what the sandbox's own str.format makes of a row text: a copy of its type without marks
+        return TrackedText.of(MarkedText.of_row(str.__str__(made)))
     row_text = next(_leaves(taken, TrackedText), None)
     if row_text is None:
         return made
@@ -193,6 +219,7 @@ class MarkedTemplate:
         except jinja2.TemplateSyntaxError as fault:
             raise TemplateFault(f"line {fault.lineno}: {fault.message}") from None
         self.source = source
+        self._range = environment.bounded_range
         self._control = control
         # The unmarked text of outputs whose control strings are known to be the template's own.
         self._proven: set[tuple[str, ...]] = set()
@@ -250,6 +277,7 @@ class MarkedTemplate:
         return self._run(_replaced(values, watch)).text, watch
 
     def _run(self, values: Mapping[str, Any]) -> MarkedText:
+        self._range.start()
         try:
             text = self._template.render(values)
         except (jinja2.TemplateError, *_FAILURES) as fault:

@@ -12,6 +12,7 @@ how `chat.py` learns whether a template passes a message's text through unread.
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, SupportsIndex
 
+from batchmla.text.bounds import bounded_parts
 from batchmla.text.marked import MarkedText, Span, cut_spans
 
 Watch = list[str]
@@ -35,7 +36,7 @@ class TrackedText(str):
     @classmethod
     def concat(cls, parts: Iterable[Any]) -> str:
         """All parts as one text; plain when none of them is tracked."""
-        texts = [part if isinstance(part, str) else str(part) for part in parts]
+        texts = list(bounded_parts(parts))
         if not any(isinstance(text, cls) for text in texts):
             return "".join(texts)
         watch = next(text.watch for text in texts if isinstance(text, cls))

@@ -368,3 +368,43 @@ def test_prompts_do_not_depend_on_their_batch(folder):
         assert np.array_equal(alone.token_ids, made.token_ids)
         assert (alone.stream_key, alone.params) == (made.stream_key, made.params)
         assert made.token_ids.dtype == np.int32 and not made.token_ids.flags.writeable
+
+
+@pytest.mark.parametrize(
+    ("template", "sentence"),
+    [
+        ("{{ text * n }}", "write more than 16,777,216 characters"),
+        ("{{ n * 'x' }}", "write more than 16,777,216 characters"),
+        ("{{ [text] * n }}", "write more than 16,777,216 characters"),
+        ("{{ text.center(n) }}", "write more than 16,777,216 characters"),
+        ("{{ text | indent(n) }}", "write more than 16,777,216 characters"),
+        ("{{ ('%' ~ n ~ 's') % text }}", "write more than 16,777,216 characters"),
+        ("{{ ('%' ~ n ~ 's') | format(text) }}", "write more than 16,777,216 characters"),
+        ("{{ ('{:' ~ n ~ '}').format(text) }}", "write more than 16,777,216 characters"),
+        ("{{ text }}{{ n ** n }}", "a power has more than 4096 digits"),
+        (
+            "{% for i in range(999) %}{% for j in range(9999) %}{% endfor %}{% endfor %}{{ n }}",
+            "its ranges have more than 1,000,000 numbers",
+        ),
+        (
+            "{% for i in range(9999) %}{{ '%9999s' % text }}{% endfor %}",
+            "write more than 16,777,216 characters",
+        ),
+    ],
+)
+def test_no_template_runs_or_grows_without_end(folder, template, sentence):
+    maker = _maker(folder, columns=("text", "n"), prompt={"raw": template})
+    assert sentence in _fault(maker, text="a", n=10**9)
+
+
+def test_bounds_leave_ordinary_templates_alone(folder):
+    maker = _maker(
+        folder,
+        columns=("text", "n"),
+        prompt={"raw": "{{ text.format('x') }}{{ '-' * n }}{{ n ** 2 }}{{ text.center(n) }}"},
+    )
+    for _ in range(3):
+        assert _text(maker, text="a{}", n=6) == "ax------36 a{}  "
+    loop = _maker(folder, prompt={"raw": "{% for i in range(60000) %}{% endfor %}{{ text }}"})
+    for _ in range(20):  # the limit is that of one rendering
+        assert _text(loop, text="a") == "a"
