@@ -10,6 +10,7 @@ from batchmla.core import Completion, Prompt
 from batchmla.engine.config import EngineConfig
 from batchmla.engine.engine import load_engine, plan_engine, read_config
 from batchmla.engine.hardware import detect
+from batchmla.engine.numerics import describe_numerics
 from batchmla.errors import DeviceError
 from batchmla.jobs.manifest import model_fingerprint
 from batchmla.jobs.options import engine_options
@@ -108,6 +109,12 @@ def plan_local_engine(spec: JobSpec, folder: Path) -> EngineConfig:
     return plan_engine(read_config(folder), engine_options(spec, folder), hardware)
 
 
+def local_numerics(spec: JobSpec) -> dict[str, str]:
+    """What exact mode's promise depends on, on this machine; no weights are read."""
+    folder = find_model(spec.model.path, spec.model.revision)
+    return describe_numerics(plan_local_engine(spec, folder), detect(spec.model.device))
+
+
 def local_text(spec: JobSpec, table: Table) -> LocalText:
     """The text side of a job; refuses columns that the input lacks."""
     assert isinstance(table, InputTable), "the local text side reads local input"
@@ -141,6 +148,7 @@ def describe_engine(config: EngineConfig) -> dict[str, Any]:
         "engine.max_num_seqs": config.max_num_seqs,
         "engine.max_batched_tokens": config.max_batched_tokens,
         "engine.block_size": config.layout.page_tokens,
+        "engine.deterministic": config.deterministic,
         "kv_capacity_tokens": config.kv_capacity_tokens,
         "kv_pool_bytes": config.kv_pool_bytes,
         "notes": list(config.notes),
@@ -155,6 +163,7 @@ def local_seams() -> Seams:
         ),
         text=local_text,
         engine=local_engine,
+        numerics=local_numerics,
     )
 
 

@@ -30,6 +30,7 @@ _FREE = (
 )  # fmt: skip
 
 _PACKAGES = ("torch", "transformers", "tokenizers", "pyarrow", "numpy", "jinja2")
+_BESIDE_NUMBERS = ("python", "pyarrow")  # versions that no token id depends on
 _WEIGHTS = (".safetensors", ".bin", ".gguf", ".pt", ".pth")
 _SMALL = (".json", ".jinja", ".model", ".txt", ".tiktoken", ".py")
 _SAMPLE_BYTES = 65536
@@ -48,6 +49,7 @@ class Manifest:
     input: Mapping[str, str]  # file → place, size and digest
     columns: Sequence[str]  # of the output: name and type
     prompt: str  # hash of templates, markers and tool definitions
+    numerics: Mapping[str, str] = field(default_factory=dict)  # device, threads, dtype …
     num_rows: int | None = None  # once the input has been read to its end
     format: int = FORMAT
     earlier: Sequence[Mapping[str, Any]] = field(default=())  # before --accept-changes
@@ -70,6 +72,7 @@ def make_manifest(
     input_fingerprint: Mapping[str, str],
     prompt: str,
     columns: pa.Schema,
+    numerics: Mapping[str, str],
 ) -> Manifest:
     """A new job's manifest. `settings` is the job file as resolved, nested; `sources` by field."""
     job = {
@@ -85,6 +88,7 @@ def make_manifest(
         input=dict(input_fingerprint),
         columns=[f"{field.name}: {field.type}" for field in columns],
         prompt=prompt,
+        numerics=dict(numerics),
     )
 
 
@@ -136,7 +140,19 @@ def differences(old: Manifest, new: Manifest) -> list[str]:
             found.append(f"model file {name}: {word}")
     if old.prompt != new.prompt:
         found.append("the rendered prompt (template, tokenizer files, tools or markers): changed")
-    return found + _input_changes(old.input, new.input)
+    return found + _numeric_changes(old, new) + _input_changes(old.input, new.input)
+
+
+def _numeric_changes(old: Manifest, new: Manifest) -> list[str]:
+    """What the same bits depend on, where the job asks for them."""
+    if not new.job.get("engine.deterministic", {}).get("value"):
+        return []
+    before, after = ({**each.versions, **each.numerics} for each in (old, new))
+    return [
+        f"{name} (engine.deterministic): {before.get(name, 'none')} → {after.get(name, 'none')}"
+        for name in sorted(set(before) | set(after))
+        if before.get(name) != after.get(name) and name not in _BESIDE_NUMBERS
+    ]
 
 
 def _input_changes(old: Mapping[str, str], new: Mapping[str, str]) -> list[str]:

@@ -24,6 +24,7 @@ def engine_options(spec: JobSpec, folder: Path) -> EngineOptions:
         max_batched_tokens=_size(engine.max_batched_tokens),
         block_size=_size(engine.block_size),
         prefix_caching=engine.prefix_caching,
+        deterministic=engine.deterministic,
         tensor_parallel=tensor if isinstance(tensor, int) else 1,
     )
 

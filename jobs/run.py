@@ -163,6 +163,7 @@ class _Run:
             input_fingerprint=self.table.fingerprint(),
             prompt=text.prompt_hash,
             columns=self.form.schema,
+            numerics=self.seams.numerics(self.spec),
         )
         old = read_manifest(self.output)
         return settle(old, new, output=self.output, is_accepted=self.wishes.accept_changes)

@@ -57,12 +57,19 @@ class LoadedEngine:
     effective: Mapping[str, Any]
 
 
+def _no_numerics(_spec: JobSpec) -> Mapping[str, str]:
+    """Of an engine that computes nothing."""
+    return {}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seams:
-    """How a run gets its neighbours, in the order of use."""
+    """How a run gets its neighbours, in the order of use. `numerics` says what the bits of a row
+    depend on besides the row."""
 
     store: Callable[[Path], Store]
     table: Callable[[JobSpec], Table]
     text: Callable[[JobSpec, Table], RowText]
     engine: Callable[[JobSpec], LoadedEngine]
     pace: Pace = field(default_factory=Pace)  # of the journal
+    numerics: Callable[[JobSpec], Mapping[str, str]] = _no_numerics

@@ -85,7 +85,6 @@ UNBUILT = (
         "reasoning.loop_guard", _is_given, "leave it out; reasoning.budget ends long reasoning"
     ),
     Unbuilt("reasoning.stop_in_reasoning", _equals(True), "leave it at false"),
-    Unbuilt("engine.deterministic", _equals(True), "leave it at false"),
     Unbuilt("executor.kind", _equals("ray"), "leave it at local"),
     Unbuilt("executor.replicas", _differs(1), "leave it at 1"),
     Unbuilt("executor.address", lambda value: value not in (None, "auto"), "leave it at auto"),

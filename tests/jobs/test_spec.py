@@ -227,7 +227,7 @@ def test_all_faults_come_at_once_in_the_order_of_the_file(tmp_path: Path) -> Non
         "sampling.stop=[END]", "sampling.logprobs=5", "sampling.logprobs=0",
         "sampling.prompt_logprobs=1", "sampling.structured={choice: [a]}",
         "reasoning.loop_guard=8", "reasoning.stop_in_reasoning=true",
-        "engine.deterministic=true", "executor.kind=ray", "executor.replicas=2",
+        "executor.kind=ray", "executor.replicas=2",
         "executor.replicas={min: 1, max: 8}", "executor.address=ray://x",
         "output.path=s3://b/out", "output.format=jsonl", "output.format=openai_batch",
     ],
@@ -250,7 +250,7 @@ def test_the_table_of_refusals_names_only_known_keys() -> None:
     [
         "model.parallel={tensor: 1, expert: 1, attention_data: 1}", "executor.replicas=1",
         "executor.address=auto", "sampling.n=1", "sampling.stop=[]", "sampling.logit_bias={}",
-        "sampling.frequency_penalty=0", "sampling.structured=null", "engine.deterministic=false",
+        "sampling.frequency_penalty=0", "sampling.structured=null", "engine.deterministic=true",
         "reasoning.loop_guard=null", "executor={kind: local, replicas: 1, address: auto}",
         "sampling.bad_words=[]", "prompt.too_long=error", "sampling.temperature=0",
         "errors.max=1", "errors.max=0", "errors.max=0.0", "errors.max=0.999",

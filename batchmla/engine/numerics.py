@@ -1,0 +1,33 @@
+"""What the last bits of a row depend on besides its own tokens and the weights."""
+
+import re
+
+import torch
+
+from batchmla.engine.config import EngineConfig
+from batchmla.engine.hardware import Hardware
+
+
+def describe_numerics(config: EngineConfig, hardware: Hardware) -> dict[str, str]:
+    """Name → value, for the manifest; exact mode goes on only where all of them are the same."""
+    return {
+        "backend": config.backend,
+        "device": config.device,
+        "processor": f"{hardware.name}, {_instructions()}" if config.device == "cpu" else "",
+        "threads": str(torch.get_num_threads()),
+        "dtype": config.dtype,
+        "kv_cache_dtype": config.kv_dtype,
+        "tensor_parallel": str(config.placement.tensor),
+        "oneDNN": _onednn_version(),
+    }
+
+
+def _instructions() -> str:
+    """The instruction set that torch and oneDNN choose their loops by."""
+    has_amx = torch.cpu._is_amx_tile_supported()
+    return torch.backends.cpu.get_cpu_capability() + (" with AMX" if has_amx else "")
+
+
+def _onednn_version() -> str:
+    found = re.search(r"(?:MKL-DNN|oneDNN) v(\S+)", torch.__config__.show())
+    return found[1] if found else "none"
