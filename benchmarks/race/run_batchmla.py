@@ -44,7 +44,7 @@ def main() -> None:
     times = OpTimes()
     if is_profiled:
         load_ops = engines.kernels.load
-        engines.kernels.load = lambda backend: times.watch(load_ops(backend))
+        engines.kernels.load = lambda *args, **kinds: times.watch(load_ops(*args, **kinds))
     options = EngineOptions(
         model=folder, device="cpu", dtype="bfloat16", max_model_len=max_model_len
     )
