@@ -2,16 +2,15 @@
 
 Reasoning has a line for each item, digits from low to high, every carry written:
 
-    A:3*04.50 3*0=00+0+0=00 3*5=15+0+0=15 3*4=12+0+1=13 3*0=00+0+1=01 0+0=00
+    A:3*04.50 3*0=00+0+0=00 3*5=15+0+0=15 3*4=12+0+1=13 3*0=00+0+1=01
 
-A step is `quantity*digit=product+digit of the total+carry=new carry and digit of the total`; the
-last one adds the carry to the total's fifth digit. A discount is taken off by adding nines'
-complements to a first carry of 1, the last step takes off what was not carried:
+A step is `quantity*digit=product+digit of the total+carry=new carry and digit of the total`. A
+discount is taken off by adding nines' complements to a first carry of 1:
 
-    -:1*01.50 9-0=09+0+1=10 9-5=04+5+1=10 9-1=08+3+1=12 9-0=09+1+1=11 0-0=00
+    -:1*01.50 9-0=09+0+1=10 9-5=04+5+1=10 9-1=08+3+1=12 9-0=09+1+1=11
 
 All lines have as many tokens and a digit of the total always stands one line above the one that
-needs it. The total closes the reasoning: `=012.00`.
+needs it. The total closes the reasoning: `=12.00`.
 """
 
 import random
@@ -21,7 +20,9 @@ from dataclasses import dataclass
 from examples.tally import wording
 from examples.tally.wording import draw_word, is_reserved, price_key, sum_key
 
-MAX_TOTAL_CENTS = 99_999
+MAX_TOTAL_CENTS = 9_999
+LEAST_ITEM_CENTS = 600
+MAX_DRAWS = 300
 MAX_ITEMS = 6
 ITEM_COUNT_WEIGHTS = (15, 22, 25, 18, 12, 8)
 
@@ -96,9 +97,10 @@ def make_document(rng: random.Random, heldout: bool, max_items: int = MAX_ITEMS)
     )
 
 
-def draw_price(rng: random.Random) -> int:
-    """Draw a unit price of three or four digits of cents."""
-    return rng.randint(100, 999) if rng.random() < 0.45 else rng.randint(1000, 4999)
+def draw_item(rng: random.Random) -> tuple[int, int]:
+    """Draw a quantity and a unit price of two to four digits of cents."""
+    price = rng.randint(50, 999) if rng.random() < 0.7 else rng.randint(1000, 3999)
+    return rng.randint(1, 9), price
 
 
 def draw_numbers(
@@ -108,27 +110,36 @@ def draw_numbers(
     while True:
         items: list[tuple[int, int]] = []
         total_cents = 0
-        for _ in range(num_items):
-            quantity, price = rng.randint(1, 9), draw_price(rng)
-            while not _pair_fits(quantity, price, total_cents, heldout):
-                quantity, price = rng.randint(1, 9), draw_price(rng)
-            items.append((quantity, price))
-            total_cents += quantity * price
-        if total_cents > MAX_TOTAL_CENTS:
+        for left in reversed(range(num_items)):
+            highest = MAX_TOTAL_CENTS - LEAST_ITEM_CENTS * left
+            item = next(
+                (
+                    item
+                    for item in (draw_item(rng) for _ in range(MAX_DRAWS))
+                    if _item_fits(*item, total_cents, highest, heldout)
+                ),
+                None,
+            )
+            if item is None:
+                break
+            items.append(item)
+            total_cents += item[0] * item[1]
+        if len(items) < num_items:
             continue
-        if rng.random() >= 0.35:
+        if rng.random() < 0.5:
             return items, 0
-        for _ in range(100):
-            discount = rng.randint(50, 1999)
+        for _ in range(MAX_DRAWS):
+            discount = rng.randint(20, 1499)
             key = sum_key(total_cents, -discount)
             if discount < total_cents and is_reserved(key) == heldout:
                 return items, discount
 
 
-def _pair_fits(quantity: int, price: int, total_cents: int, heldout: bool) -> bool:
-    if is_reserved(price_key(quantity, price)) != heldout:
+def _item_fits(quantity: int, price: int, total_cents: int, highest: int, heldout: bool) -> bool:
+    amount = quantity * price
+    if total_cents + amount > highest or is_reserved(price_key(quantity, price)) != heldout:
         return False
-    return total_cents == 0 or is_reserved(sum_key(total_cents, quantity * price)) == heldout
+    return total_cents == 0 or is_reserved(sum_key(total_cents, amount)) == heldout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -237,7 +248,7 @@ def write_text(
 
 def write_reasoning(items: list[tuple[int, int]], discount_cents: int) -> tuple[str, int]:
     """Write the worked solution; return it and the total in cents."""
-    total = [0] * 5
+    total = [0] * 4
     lines = []
     for label, (quantity, price) in zip(wording.LABELS, items, strict=False):
         steps, carry = [], 0
@@ -247,13 +258,11 @@ def write_reasoning(items: list[tuple[int, int]], discount_cents: int) -> tuple[
             value = product + total[place] + carry
             steps.append(f"{quantity}*{digit}={product:02d}+{total[place]}+{carry}={value:02d}")
             carry, total[place] = divmod(value, 10)
-        steps.append(f"{total[4]}+{carry}={total[4] + carry:02d}")
-        total[4] += carry
         lines.append(f"{label}:{quantity}*{price // 100:02d}.{price % 100:02d} " + " ".join(steps))
     if discount_cents:
         lines.append(_write_discount(total, discount_cents))
     digits = "".join(str(digit) for digit in reversed(total))
-    lines.append(f"={digits[:3]}.{digits[3:]}")
+    lines.append(f"={digits[:2]}.{digits[2:]}")
     return "\n".join(lines) + "\n", int(digits)
 
 
@@ -264,8 +273,6 @@ def _write_discount(total: list[int], discount_cents: int) -> str:
         value = 9 - digit + total[place] + carry
         steps.append(f"9-{digit}={9 - digit:02d}+{total[place]}+{carry}={value:02d}")
         carry, total[place] = divmod(value, 10)
-    steps.append(f"{total[4]}-{1 - carry}={total[4] - 1 + carry:02d}")
-    total[4] -= 1 - carry
     return f"-:1*{discount_cents // 100:02d}.{discount_cents % 100:02d} " + " ".join(steps)
 
 

@@ -90,7 +90,7 @@ def test_answers_are_right(training: list[Document], heldout: list[Document]) ->
         assert answer["items"] == len(document.items)
         assert round(float(answer["total"]) * 100) == cents
         assert round(float(answer["discount"]) * 100) == document.discount_cents
-        assert 0 < cents <= 99_999
+        assert 0 < cents <= 9_999
 
 
 def test_every_step_of_the_reasoning_holds(heldout: list[Document]) -> None:
@@ -105,11 +105,7 @@ def test_every_step_of_the_reasoning_holds(heldout: list[Document]) -> None:
         ):
             assert 9 - int(digit) == int(nines)
             assert int(nines) + int(total) + int(carry) == int(value)
-        for total, sign, carry, value in re.findall(
-            r" (\d)([+-])(\d)=(\d\d)$", document.reasoning, re.MULTILINE
-        ):
-            assert int(total) + int(sign + carry) == int(value)
-        closing = re.search(r"^=(\d{3}\.\d\d)\n\Z", document.reasoning, re.MULTILINE)
+        closing = re.search(r"^=(\d\d\.\d\d)\n\Z", document.reasoning, re.MULTILINE)
         assert closing is not None
         assert float(closing[1]) == float(json.loads(document.answer)["total"])
 
@@ -127,7 +123,7 @@ def test_wording_is_varied(heldout: list[Document]) -> None:
     assert counts == {1, 2, 3, 4, 5, 6}
     assert len({document.wording_key for document in heldout}) > NUM_HELDOUT // 2
     share = sum(document.discount_cents > 0 for document in heldout) / NUM_HELDOUT
-    assert 0.2 < share < 0.5
+    assert 0.4 < share < 0.6
     assert set(wording.HEADERS) == {document.wording_key.split("'")[1] for document in heldout}
 
 
