@@ -26,6 +26,6 @@ def get_family(raw: Mapping[str, Any]) -> "Family":
     known = ", ".join(ARCHITECTURES)
     if not isinstance(names, list) or not names:
         raise JobError(f"config.json names no architectures; known are {known}")
-    if names[0] not in ARCHITECTURES:
+    if not isinstance(names[0], str) or names[0] not in ARCHITECTURES:
         raise JobError(f"architecture {names[0]} of config.json is not known; known are {known}")
     return cast("Family", import_module(f"batchmla.models.{ARCHITECTURES[names[0]]}"))

@@ -22,7 +22,7 @@ from batchmla.layers.norm import RmsNorm
 from batchmla.layers.rope import Rope, RopeSpec
 from batchmla.models.base import Plans
 from batchmla.models.decoder import Decoder, Layer
-from batchmla.models.hf import Fields, read_rope
+from batchmla.models.hf import MAX_EXPERTS, MAX_HEAD_WIDTH, MAX_LAYERS, Fields, read_rope
 from batchmla.models.names import (
     layer_rule,
     mlp_rules,
@@ -74,11 +74,11 @@ class Config:
         fields.require("moe_layer_freq", 1)
         num_heads, rope_width = (
             fields.integer("num_attention_heads"),
-            fields.integer("qk_rope_head_dim"),
+            fields.even("qk_rope_head_dim"),
         )
-        nope = fields.integer("qk_nope_head_dim")
+        nope = fields.integer("qk_nope_head_dim", most=MAX_HEAD_WIDTH)
         rope, score_factor = read_rope(fields, rope_width)
-        num_layers = fields.integer("num_hidden_layers")
+        num_layers = fields.integer("num_hidden_layers", most=MAX_LAYERS)
         return Config(
             num_layers=num_layers,
             num_dense_layers=min(
@@ -89,7 +89,7 @@ class Config:
             width=fields.integer("hidden_size"),
             ffn_width=fields.integer("intermediate_size"),
             expert_width=fields.integer("moe_intermediate_size"),
-            num_experts=fields.integer("n_routed_experts"),
+            num_experts=fields.integer("n_routed_experts", most=MAX_EXPERTS),
             num_shared=fields.count("n_shared_experts", 2 if is_v2 else 1),
             router=_read_v2_router(fields) if is_v2 else _read_router(fields),
             has_router_bias=not is_v2,
@@ -99,7 +99,7 @@ class Config:
                 heads=num_heads,
                 nope=nope,
                 rope=rope_width,
-                value=fields.integer("v_head_dim"),
+                value=fields.integer("v_head_dim", most=MAX_HEAD_WIDTH),
                 latent=fields.integer("kv_lora_rank"),
                 scale=(nope + rope_width) ** -0.5 * score_factor,
             ),
@@ -161,7 +161,8 @@ def _read_v2_router(fields: Fields) -> RouterDims:
 
 def _check_groups(fields: Fields, groups: int, kept: int) -> int:
     """The number of active experts, which the kept groups must hold."""
-    num_experts, active = fields.integer("n_routed_experts"), fields.integer("num_experts_per_tok")
+    num_experts = fields.integer("n_routed_experts", most=MAX_EXPERTS)
+    active = fields.integer("num_experts_per_tok")
     if num_experts % groups or kept > groups:
         raise JobError(
             f"config.json: {num_experts} experts do not divide into n_group {groups} groups of "

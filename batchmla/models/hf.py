@@ -1,6 +1,7 @@
 """Reads a Hugging Face `config.json` strictly: what matters is there, understood, or refused by
 name."""
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -8,6 +9,12 @@ from batchmla.errors import JobError
 from batchmla.layers.rope import RopeKind, RopeSpec, yarn_magnitude
 
 DTYPES = ("bfloat16", "float16", "float32")
+
+# Far beyond every model, and small enough that shapes can be counted without building them.
+MAX_SIZE = 2**31 - 1
+MAX_HEAD_WIDTH = 2**16
+MAX_LAYERS = 10_000
+MAX_EXPERTS = 10_000
 
 
 class Fields:
@@ -17,31 +24,57 @@ class Fields:
         self.raw = raw
         self.where = where
 
-    def integer(self, name: str, default: int | None = None) -> int:
-        """A positive integer."""
-        value = self.raw.get(name)
+    def integer(self, name: str, default: int | None = None, most: int = MAX_SIZE) -> int:
+        """A positive integer of at most `most`."""
+        value = self._given(name, "a positive integer") if default is None else self.raw.get(name)
         if value is None and default is not None:
             return default
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise JobError(f"{self.where}: {name} must be a positive integer, not {value!r}")
+            raise JobError(f"{self.where}: {name} must be a positive integer, not {shown(value)}")
+        if value > most:
+            raise JobError(f"{self.where}: {name} {shown(value)} exceeds {most}; correct the file")
+        return value
+
+    def even(self, name: str, most: int = MAX_HEAD_WIDTH) -> int:
+        """An even width: rotated elements go in pairs."""
+        value = self.integer(name, most=most)
+        if value % 2:
+            raise JobError(
+                f"{self.where}: {name} {value} must be even, as rope turns pairs; correct the file"
+            )
         return value
 
     def optional(self, name: str) -> int | None:
         """A positive integer, or None where it is null or absent."""
         return None if self.raw.get(name) is None else self.integer(name)
 
-    def count(self, name: str, default: int) -> int:
+    def count(self, name: str, default: int, most: int = MAX_SIZE) -> int:
         """An integer that may be 0."""
-        return 0 if self.raw.get(name) == 0 else self.integer(name, default)
+        value = self.raw.get(name)
+        if isinstance(value, int) and not isinstance(value, bool) and value == 0:
+            return 0
+        return default if value is None else self.integer(name, most=most)
 
     def number(self, name: str, default: float | None = None) -> float:
         """A finite positive number."""
-        value = self.raw.get(name)
+        value = self._given(name, "a positive number") if default is None else self.raw.get(name)
         if value is None and default is not None:
             return default
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e30:
-            raise JobError(f"{self.where}: {name} must be a positive number, not {value!r}")
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not 1e-30 < value < 1e30:
+            raise JobError(f"{self.where}: {name} must be a positive number, not {shown(value)}")
         return float(value)
+
+    def _given(self, name: str, needed: str) -> Any:
+        """The value of a field that has no default."""
+        value = self.raw.get(name)
+        if value is None:
+            word = "is null" if name in self.raw else "is missing"
+            raise JobError(
+                f"{self.where}: {name} {word}; it must be {needed}: take it from the model's "
+                f"published config.json"
+            )
+        return value
 
     def flag(self, name: str, default: bool) -> bool:
         """true or false."""
@@ -49,15 +82,15 @@ class Fields:
         if value is None:
             return default
         if not isinstance(value, bool):
-            raise JobError(f"{self.where}: {name} must be true or false, not {value!r}")
+            raise JobError(f"{self.where}: {name} must be true or false, not {shown(value)}")
         return value
 
     def require(self, name: str, *allowed: Any) -> None:
         """Refuses every value but the allowed ones; an absent or null field means the first."""
         value = self.raw.get(name)
         if value is not None and value not in allowed:
-            listed = " or ".join(repr(each) for each in allowed)
-            raise JobError(f"{self.where}: {name} {value!r} is not supported, only {listed}")
+            listed = " or ".join(shown(each) for each in allowed)
+            raise JobError(f"{self.where}: {name} {shown(value)} is not supported, only {listed}")
 
     def dtype(self) -> str:
         """`dtype`, or `torch_dtype` as older files spell it.
@@ -67,7 +100,7 @@ class Fields:
         default = "float32" if self.raw.get("quantization_config") is None else "bfloat16"
         value = self.raw.get("dtype") or self.raw.get("torch_dtype") or default
         if value not in DTYPES:
-            raise JobError(f"{self.where}: dtype {value!r} is not one of {', '.join(DTYPES)}")
+            raise JobError(f"{self.where}: dtype {shown(value)} is not one of {', '.join(DTYPES)}")
         return str(value)
 
     def quantization(self) -> str | None:
@@ -76,24 +109,36 @@ class Fields:
         if value is None:
             return None
         if not isinstance(value, Mapping) or not isinstance(value.get("quant_method"), str):
-            raise JobError(f"{self.where}: quantization_config names no quant_method: {value!r}")
+            raise JobError(
+                f"{self.where}: quantization_config names no quant_method: {shown(value)}"
+            )
         return str(value["quant_method"])
+
+
+def shown(value: Any) -> str:
+    """A value as `config.json` spells it, in short."""
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= 60 else text[:57] + "..."
 
 
 def refuse_sliding_window(fields: Fields) -> None:
     """A window that some layer uses, as Qwen's configs say it: `layer_types`, or the switch."""
     kinds = fields.raw.get("layer_types")
     if kinds is not None:
-        if not isinstance(kinds, list) or set(kinds) != {"full_attention"}:
+        if (
+            not isinstance(kinds, list)
+            or not kinds
+            or any(kind != "full_attention" for kind in kinds)
+        ):
             raise JobError(
-                f"{fields.where}: layer_types may name full_attention only, not {kinds!r}: sliding "
-                f"windows are not supported"
+                f"{fields.where}: layer_types may name full_attention only, not {shown(kinds)}: "
+                f"sliding windows are not supported"
             )
     elif fields.flag("use_sliding_window", False) and fields.raw.get("sliding_window") is not None:
         raise JobError(
             f"{fields.where}: use_sliding_window with sliding_window "
-            f"{fields.raw['sliding_window']!r} is not supported; set it to false if no text will "
-            f"be longer than the window"
+            f"{shown(fields.raw['sliding_window'])} is not supported; set it to false if no "
+            f"text will be longer than the window"
         )
 
 
@@ -127,7 +172,7 @@ def read_rope(
     """
     raw = fields.raw.get("rope_parameters") or fields.raw.get("rope_scaling") or {}
     if not isinstance(raw, Mapping):
-        raise JobError(f"{fields.where}: rope_parameters must be an object, not {raw!r}")
+        raise JobError(f"{fields.where}: rope_parameters must be an object, not {shown(raw)}")
     nested = [name for name, value in raw.items() if isinstance(value, Mapping)]
     if nested:
         raise JobError(
@@ -135,6 +180,8 @@ def read_rope(
         )
     rope = Fields(raw, f"{fields.where}: rope_parameters")
     theta = rope.number("rope_theta", fields.number("rope_theta", default_theta))
+    if theta <= 1:
+        raise JobError(f"{fields.where}: rope_theta {theta:g} must exceed 1; correct the file")
     for place in (fields, rope):
         place.require("partial_rotary_factor", share)
     kind = raw.get("rope_type") or raw.get("type") or "default"
@@ -153,13 +200,16 @@ def read_rope(
     if kind == "yarn":
         return _read_yarn(rope, width, theta)
     known = ", ".join(RopeKind)
-    raise JobError(f"{rope.where}: rope type {kind!r} is not supported; known are {known}")
+    raise JobError(f"{rope.where}: rope type {shown(kind)} is not supported; known are {known}")
 
 
 def _read_yarn(rope: Fields, width: int, theta: float) -> tuple[RopeSpec, float]:
     """cos and sin carry m(mscale) / m(mscale_all_dim), scores m(mscale_all_dim)²."""
     factor = rope.number("factor")
-    mscale, all_dim = (rope.raw.get(name) or 0.0 for name in ("mscale", "mscale_all_dim"))
+    mscale, all_dim = (
+        rope.number(name, 0.0) if rope.raw.get(name) else 0.0
+        for name in ("mscale", "mscale_all_dim")
+    )
     if mscale and all_dim:
         multiplier = yarn_magnitude(factor, mscale) / yarn_magnitude(factor, all_dim)
     else:

@@ -22,11 +22,14 @@ from batchmla.layers.rope import Rope, RopeSpec
 from batchmla.models.base import Plans
 from batchmla.models.decoder import Decoder, Layer
 from batchmla.models.hf import (
+    MAX_EXPERTS,
+    MAX_LAYERS,
     Fields,
     check_active,
     read_heads,
     read_rope,
     refuse_sliding_window,
+    shown,
 )
 from batchmla.models.names import (
     gqa_rules,
@@ -87,7 +90,7 @@ class Config:
         num_heads, num_kv_heads = read_heads(fields)
         head_dim = _read_head_dim(fields, num_heads)
         return Config(
-            num_layers=fields.integer("num_hidden_layers"),
+            num_layers=fields.integer("num_hidden_layers", most=MAX_LAYERS),
             vocab_size=fields.integer("vocab_size"),
             max_positions=fields.integer("max_position_embeddings"),
             width=fields.integer("hidden_size"),
@@ -120,10 +123,15 @@ def _read_head_dim(fields: Fields, num_heads: int) -> int:
     """Qwen3 heads have a width of their own; elsewhere the default is an equal share."""
     width, name = fields.integer("hidden_size"), fields.raw["architectures"][0]
     if fields.raw.get("head_dim") is not None or name == QWEN3:
-        return fields.integer("head_dim")
+        return fields.even("head_dim")
     if width % num_heads:
         raise JobError(
             f"config.json: hidden_size {width} is no multiple of num_attention_heads {num_heads}"
+        )
+    if width // num_heads % 2:
+        raise JobError(
+            f"config.json: hidden_size {width} / num_attention_heads {num_heads} = "
+            f"{width // num_heads} must be even, as rope turns pairs; correct the file"
         )
     return width // num_heads
 
@@ -132,18 +140,19 @@ def _read_experts(fields: Fields) -> Experts | None:
     """Every `decoder_sparse_step`-th layer that `mlp_only_layers` does not name."""
     dense = fields.raw.get("mlp_only_layers") or []
     if not isinstance(dense, list) or not all(isinstance(layer, int) for layer in dense):
-        raise JobError(f"config.json: mlp_only_layers must be a list of layers, not {dense!r}")
+        raise JobError(f"config.json: mlp_only_layers must be a list of layers, not {shown(dense)}")
     step = fields.integer("decoder_sparse_step", 1)
     layers = tuple(
         layer
-        for layer in range(fields.integer("num_hidden_layers"))
+        for layer in range(fields.integer("num_hidden_layers", most=MAX_LAYERS))
         if (layer + 1) % step == 0 and layer not in dense
     )
     if not layers:
         return None
     # transformers writes num_local_experts, the published files num_experts
     published = "num_experts" if "num_experts" in fields.raw else "num_local_experts"
-    num_experts, active = fields.integer(published), fields.integer("num_experts_per_tok")
+    num_experts = fields.integer(published, most=MAX_EXPERTS)
+    active = fields.integer("num_experts_per_tok")
     check_active(fields, active, num_experts)
     return Experts(
         layers=layers,

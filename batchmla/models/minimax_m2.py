@@ -17,7 +17,16 @@ from batchmla.layers.norm import RmsNorm
 from batchmla.layers.rope import Rope, RopeSpec
 from batchmla.models.base import Plans
 from batchmla.models.decoder import Decoder, Layer
-from batchmla.models.hf import Fields, check_active, read_heads, read_rope
+from batchmla.models.hf import (
+    MAX_EXPERTS,
+    MAX_HEAD_WIDTH,
+    MAX_LAYERS,
+    Fields,
+    check_active,
+    read_heads,
+    read_rope,
+    shown,
+)
 from batchmla.models.names import (
     gqa_rules,
     layer_rule,
@@ -65,19 +74,23 @@ class Config:
         fields.require("qk_norm_type", "per_layer")
         fields.require("shared_intermediate_size", 0)
         kinds = raw.get("attn_type_list")
-        if kinds is not None and (not isinstance(kinds, list) or set(kinds) != {FULL_ATTENTION}):
-            raise JobError(f"config.json: attn_type_list may hold 1 only, not {kinds!r}")
+        if kinds is not None and (
+            not isinstance(kinds, list)
+            or not kinds
+            or any(kind != FULL_ATTENTION for kind in kinds)
+        ):
+            raise JobError(f"config.json: attn_type_list may hold 1 only, not {shown(kinds)}")
         if raw.get("sliding_window") is not None:
             raise JobError(
-                f"config.json: sliding_window {raw['sliding_window']!r} is not supported"
+                f"config.json: sliding_window {shown(raw['sliding_window'])} is not supported"
             )
         num_heads, num_kv_heads = read_heads(fields)
-        head_dim = fields.integer("head_dim")
-        num_experts = fields.integer("num_local_experts")
+        head_dim = fields.integer("head_dim", most=MAX_HEAD_WIDTH)
+        num_experts = fields.integer("num_local_experts", most=MAX_EXPERTS)
         active = fields.integer("num_experts_per_tok")
         check_active(fields, active, num_experts)
         return Config(
-            num_layers=fields.integer("num_hidden_layers"),
+            num_layers=fields.integer("num_hidden_layers", most=MAX_LAYERS),
             vocab_size=fields.integer("vocab_size"),
             max_positions=fields.integer("max_position_embeddings"),
             width=fields.integer("hidden_size"),
@@ -112,10 +125,15 @@ def _read_rope(fields: Fields, head_dim: int) -> RopeSpec:
     factor = fields.raw.get("partial_rotary_factor")
     if factor is None and isinstance(nested, Mapping):
         factor = nested.get("partial_rotary_factor")
-    if factor is not None and not isinstance(factor, int | float):
-        raise JobError(f"config.json: partial_rotary_factor must be a number, not {factor!r}")
+    if factor is not None and (
+        isinstance(factor, bool) or not isinstance(factor, int | float) or not 0 < factor <= 1
+    ):
+        raise JobError(
+            f"config.json: partial_rotary_factor must be a number above 0 and at most 1, not "
+            f"{shown(factor)}"
+        )
     width = fields.integer("rotary_dim", int(head_dim * (1.0 if factor is None else factor)))
-    if width % 2 or width > head_dim:
+    if width < 2 or width % 2 or width > head_dim:
         raise JobError(
             f"config.json: rotary_dim {width} must be an even width within head_dim {head_dim}"
         )

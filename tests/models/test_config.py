@@ -36,33 +36,63 @@ def test_unknown_architecture_is_refused_with_the_known_ones() -> None:
 @pytest.mark.parametrize(
     ("name", "changes", "message"),
     [
-        ("llama", {"hidden_act": "gelu"}, "hidden_act 'gelu'"),
-        ("llama", {"attention_bias": True}, "attention_bias True"),
-        ("llama", {"mlp_bias": True}, "mlp_bias True"),
+        ("llama", {"hidden_act": "gelu"}, 'hidden_act "gelu"'),
+        ("llama", {"attention_bias": True}, "attention_bias true"),
+        ("llama", {"mlp_bias": True}, "mlp_bias true"),
         ("llama", {"hidden_size": 66}, "hidden_size 66"),
         ("llama", {"num_key_value_heads": 3}, "num_key_value_heads 3"),
         ("llama", {"vocab_size": "256"}, "vocab_size must be a positive integer"),
-        ("llama", {"intermediate_size": None}, "intermediate_size must be a positive integer"),
-        ("llama", {"rope_parameters": {"rope_type": "longrope"}}, "rope type 'longrope'"),
+        (
+            "llama",
+            {"intermediate_size": None},
+            "intermediate_size is null; it must be a positive integer",
+        ),
+        ("llama", {"rope_parameters": {"rope_type": "longrope"}}, 'rope type "longrope"'),
         ("llama", {"rope_parameters": {"rope_type": "llama3"}}, "low_freq_factor"),
-        ("llama", {"dtype": "float8"}, "dtype 'float8'"),
+        ("llama", {"dtype": "float8"}, 'dtype "float8"'),
         ("llama", {"quantization_config": {}}, "quant_method"),
-        ("v3", {"attention_bias": True}, "attention_bias True"),
-        ("v3", {"rope_interleave": False}, "rope_interleave False"),
-        ("v3", {"scoring_func": "softmax"}, "scoring_func 'softmax'"),
-        ("v3", {"topk_method": "greedy"}, "topk_method 'greedy'"),
+        ("llama", {"hidden_size": 10**30}, "hidden_size 1000000000000000000000000000000 exceeds"),
+        ("llama", {"num_hidden_layers": 10**9}, "num_hidden_layers 1000000000 exceeds 10000"),
+        ("llama", {"head_dim": 31}, "head_dim 31 must be even"),
+        ("llama", {"hidden_size": 60}, r"hidden_size 60 / num_attention_heads 4 = 15 must be even"),
+        ("llama", {"vocab_size": True}, "vocab_size must be a positive integer, not true"),
+        ("llama", {"rope_parameters": {"rope_theta": 1}}, "rope_theta 1 must exceed 1"),
+        ("llama", {"rope_parameters": "x"}, 'rope_parameters must be an object, not "x"'),
+        ("v3", {"qk_rope_head_dim": 31}, "qk_rope_head_dim 31 must be even"),
+        ("v3", {"qk_rope_head_dim": 10**9}, "qk_rope_head_dim 1000000000 exceeds 65536"),
+        ("v3", {"kv_lora_rank": 0}, "kv_lora_rank must be a positive integer, not 0"),
+        ("v3", {"n_routed_experts": 10**9}, "n_routed_experts 1000000000 exceeds 10000"),
+        ("v3", {"first_k_dense_replace": False}, "first_k_dense_replace must be"),
+        (
+            "v3",
+            {
+                "rope_parameters": {
+                    "rope_type": "yarn",
+                    "factor": 4,
+                    "mscale": "x",
+                    "original_max_position_embeddings": 16,
+                }
+            },
+            'mscale must be a positive number, not "x"',
+        ),
+        ("qwen3", {"layer_types": [{}]}, "layer_types may name full_attention only"),
+        ("minimax_m2", {"partial_rotary_factor": -1}, "partial_rotary_factor must be a number"),
+        ("v3", {"attention_bias": True}, "attention_bias true"),
+        ("v3", {"rope_interleave": False}, "rope_interleave false"),
+        ("v3", {"scoring_func": "softmax"}, 'scoring_func "softmax"'),
+        ("v3", {"topk_method": "greedy"}, 'topk_method "greedy"'),
         ("v3", {"n_group": 3}, "n_group 3"),
         ("v3", {"num_experts_per_tok": 9}, "num_experts_per_tok 9"),
         ("v3", {"moe_layer_freq": 2}, "moe_layer_freq 2"),
-        ("v2", {"scoring_func": "sigmoid"}, "scoring_func 'sigmoid'"),
-        ("v2", {"topk_method": "noaux_tc"}, "topk_method 'noaux_tc'"),
-        ("v2", {"norm_topk_prob": True}, "norm_topk_prob True"),
-        ("v2", {"n_group": None}, "n_group must be a positive integer"),
+        ("v2", {"scoring_func": "sigmoid"}, 'scoring_func "sigmoid"'),
+        ("v2", {"topk_method": "noaux_tc"}, 'topk_method "noaux_tc"'),
+        ("v2", {"norm_topk_prob": True}, "norm_topk_prob true"),
+        ("v2", {"n_group": None}, "n_group is null; it must be a positive integer"),
         ("v2", {"n_group": 5}, "n_group 5"),
         ("v2", {"num_experts_per_tok": 9}, "num_experts_per_tok 9 exceeds the 8 experts"),
         ("v2_lite", {"num_experts_per_tok": 9}, "num_experts_per_tok 9 exceeds the 8 experts"),
-        ("v2", {"mlp_bias": True}, "mlp_bias True"),
-        ("qwen2", {"attention_bias": False}, "attention_bias False"),
+        ("v2", {"mlp_bias": True}, "mlp_bias true"),
+        ("qwen2", {"attention_bias": False}, "attention_bias false"),
         (
             "qwen2",
             {"use_sliding_window": True, "sliding_window": 4096},
@@ -73,9 +103,9 @@ def test_unknown_architecture_is_refused_with_the_known_ones() -> None:
             {"layer_types": ["full_attention", "sliding_attention"]},
             r"layer_types.*sliding windows are not supported",
         ),
-        ("qwen3", {"attention_bias": True}, "attention_bias True"),
-        ("qwen3", {"head_dim": None}, "head_dim must be a positive integer"),
-        ("qwen3", {"rope_parameters": {"rope_type": "dynamic"}}, "rope type 'dynamic'"),
+        ("qwen3", {"attention_bias": True}, "attention_bias true"),
+        ("qwen3", {"head_dim": None}, "head_dim is null; it must be a positive integer"),
+        ("qwen3", {"rope_parameters": {"rope_type": "dynamic"}}, 'rope type "dynamic"'),
         ("qwen3", {"rope_parameters": {"full_attention": {}}}, "rope_parameters.*full_attention"),
         ("qwen3", {"partial_rotary_factor": 0.5}, r"partial_rotary_factor 0\.5"),
         ("qwen3_moe", {"num_experts_per_tok": 9}, "num_experts_per_tok 9"),
@@ -86,10 +116,10 @@ def test_unknown_architecture_is_refused_with_the_known_ones() -> None:
             {"use_sliding_window": True, "sliding_window": 64},
             "use_sliding_window with sliding_window 64",
         ),
-        ("minimax_m2", {"scoring_func": "softmax"}, "scoring_func 'softmax'"),
-        ("minimax_m2", {"qk_norm_type": "per_head"}, "qk_norm_type 'per_head'"),
-        ("minimax_m2", {"use_qk_norm": False}, "use_qk_norm False"),
-        ("minimax_m2", {"use_routing_bias": False}, "use_routing_bias False"),
+        ("minimax_m2", {"scoring_func": "softmax"}, 'scoring_func "softmax"'),
+        ("minimax_m2", {"qk_norm_type": "per_head"}, 'qk_norm_type "per_head"'),
+        ("minimax_m2", {"use_qk_norm": False}, "use_qk_norm false"),
+        ("minimax_m2", {"use_routing_bias": False}, "use_routing_bias false"),
         ("minimax_m2", {"shared_intermediate_size": 64}, "shared_intermediate_size 64"),
         ("minimax_m2", {"attn_type_list": [0, 1]}, "attn_type_list"),
         ("minimax_m2", {"sliding_window": 128}, "sliding_window 128"),
@@ -105,6 +135,23 @@ def test_what_cannot_be_computed_is_refused_by_name(
 ) -> None:
     with pytest.raises(JobError, match=message):
         read(raw_of(name, **changes))
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_a_missing_value_is_said_to_be_missing(name: str) -> None:
+    needed = ["vocab_size", "hidden_size", "num_attention_heads", "num_hidden_layers"]
+    if name.startswith(("v2", "v3", "k2")):
+        needed += ["kv_lora_rank", "qk_rope_head_dim", "v_head_dim", "n_routed_experts"]
+    for field in needed:
+        raw = raw_of(name)
+        del raw[field]
+        with pytest.raises(JobError, match=f"{field} is missing; it must be a positive integer"):
+            read(raw)
+
+
+def test_an_architecture_that_is_no_name_is_refused() -> None:
+    with pytest.raises(JobError, match="is not known; known are"):
+        get_family({"architectures": [{}]})
 
 
 def test_old_and_new_rope_fields_mean_the_same() -> None:
