@@ -1,4 +1,4 @@
-"""The house rules that a reader relies on, checked by walking the source: floors, sizes, packaging."""
+"""House rules that a reader relies on, checked by walking the source: floors, sizes, packaging."""
 
 import ast
 import subprocess
