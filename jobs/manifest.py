@@ -33,6 +33,7 @@ _PACKAGES = ("torch", "transformers", "tokenizers", "pyarrow", "numpy", "jinja2"
 _BESIDE_NUMBERS = ("python", "pyarrow")  # versions that no token id depends on
 _WEIGHTS = (".safetensors", ".bin", ".gguf", ".pt", ".pth")
 _SMALL = (".json", ".jinja", ".model", ".txt", ".tiktoken", ".py")
+_SINGLE = "model.safetensors"
 _SAMPLE_BYTES = 65536
 _LISTED_FILES = 5
 
@@ -218,10 +219,22 @@ def model_fingerprint(folder: Path) -> dict[str, str]:
     """File → hash: small files whole; weights by size and three samples of 64 KiB."""
     found = {}
     for path in sorted(folder.iterdir()):
-        if path.suffix in _WEIGHTS:
-            found[path.name] = _sampled_hash(path)
-        elif path.suffix in _SMALL:
-            found[path.name] = hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+        if path.suffix not in _WEIGHTS + _SMALL or (path.is_dir() and path.name != _SINGLE):
+            continue
+        try:
+            if path.suffix in _WEIGHTS:
+                found[path.name] = _sampled_hash(path)
+            else:
+                found[path.name] = hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+        except IsADirectoryError as error:
+            raise JobError(
+                f"{path} is a folder where a file should be; download the model again"
+            ) from error
+        except OSError as error:
+            raise JobError(
+                f"the model's file {path} cannot be read ({error.strerror}); make it readable, or "
+                f"download the model again"
+            ) from error
     return found
 
 

@@ -12,17 +12,32 @@ def find_model(path: str, revision: str = "main") -> Path:
     """The folder with `config.json`; nothing is downloaded."""
     if path.startswith(BUILTIN):
         folder = _find_builtin(path.removeprefix(BUILTIN))
-    elif Path(path).expanduser().is_dir():
-        folder = Path(path).expanduser()
-    elif Path(path).expanduser().is_file():
-        raise JobError(f"model.path {path} is a file; give the folder with config.json")
+    elif (local := _look_for(path)) is not None:
+        folder = local
     elif path.count("/") == 1 and not path.startswith((".", "/", "~")):
         folder = _find_cached(path, revision)
     else:
         raise JobError(f"model.path {path} does not exist; give a folder with config.json")
     if not (folder / "config.json").is_file():
-        raise JobError(f"model.path {path} has no config.json in {folder}")
+        raise JobError(
+            f"model.path {path}: {folder} has no file config.json; give the folder of a model in "
+            f"Hugging Face's format"
+        )
     return folder
+
+
+def _look_for(path: str) -> Path | None:
+    """The local folder of that path; None: there is none."""
+    try:
+        found = Path(path).expanduser()
+        if found.is_file():
+            raise JobError(f"model.path {path} is a file; give the folder with config.json")
+        return found if found.is_dir() else None
+    except (OSError, RuntimeError) as error:  # too long, no access, or an unknown ~user
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise JobError(
+            f"model.path {path:.80} cannot be used ({reason}); give a folder with config.json"
+        ) from error
 
 
 def _find_builtin(name: str) -> Path:
@@ -38,7 +53,10 @@ def _find_cached(path: str, revision: str) -> Path:
     """A snapshot that an earlier download left, complete or not; the checkpoint checks the rest."""
     from huggingface_hub import constants, try_to_load_from_cache
 
-    found = try_to_load_from_cache(path, "config.json", revision=revision)
+    try:
+        found = try_to_load_from_cache(path, "config.json", revision=revision)
+    except ValueError:  # no name that the hub allows
+        found = None
     if not isinstance(found, str):
         raise JobError(
             f"model.path {path} is neither a folder here nor, at revision {revision}, in the "

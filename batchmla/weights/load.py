@@ -10,12 +10,10 @@ from batchmla.errors import JobError
 from batchmla.kernels.ops import Ops
 from batchmla.layers.block import Block, Weight
 from batchmla.placement import Placement
-from batchmla.weights.checkpoint import FLOATS, Checkpoint
+from batchmla.weights.checkpoint import FLOATS, Checkpoint, bounded, counted
 from batchmla.weights.rules import Piece, Rule, Skip, expand
 
 logger = logging.getLogger(__name__)
-
-MAX_LISTED = 1000
 
 
 def check(checkpoint: Checkpoint, rules: Sequence[Rule | Skip], placement: Placement) -> None:
@@ -24,27 +22,34 @@ def check(checkpoint: Checkpoint, rules: Sequence[Rule | Skip], placement: Place
     entries = checkpoint.entries
     skips = [rule for rule in rules if isinstance(rule, Skip)]
     skipped: dict[Skip, int] = {}
-    faults = [f"{name} is missing" for name in wanted if name not in entries]
+    missing = [f"{name} is missing" for name in wanted if name not in entries]
+    unexpected, misshaped, quantised = list[str](), list[str](), list[str]()
     for name, entry in entries.items():
         if name not in wanted:
             skip = next((skip for skip in skips if skip.covers(name)), None)
             if skip is None:
-                faults.append(f"{name} is unexpected")
+                unexpected.append(f"{name} is unexpected")
             else:
                 skipped[skip] = skipped.get(skip, 0) + 1
         elif entry.shape != wanted[name]:
-            faults.append(f"{name} has shape {list(entry.shape)}, not {list(wanted[name])}")
+            misshaped.append(f"{name} has shape {list(entry.shape)}, not {list(wanted[name])}")
         elif entry.dtype not in FLOATS:
-            faults.append(f"{name} is {entry.dtype}: quantised weights cannot be loaded yet")
+            quantised.append(f"{name} is {entry.dtype}: quantised weights cannot be loaded yet")
+    faults = [
+        *bounded(missing, "missing"),
+        *bounded(unexpected, "unexpected"),
+        *bounded(misshaped, "of another shape"),
+        *bounded(quantised, "quantised"),
+    ]
     if faults:
-        more = f"; and {len(faults) - MAX_LISTED} more" if len(faults) > MAX_LISTED else ""
+        count = len(missing) + len(unexpected) + len(misshaped) + len(quantised)
         raise JobError(
-            f"the weights in {checkpoint.folder} do not fit config.json ({len(faults)} faults): "
-            + "; ".join(faults[:MAX_LISTED])
-            + more
+            f"the weights in {checkpoint.folder} do not fit config.json "
+            f"({counted(count, 'fault')}): {'; '.join(faults)}: download the model again, config "
+            f"and weights of one revision"
         )
     for skip, count in skipped.items():
-        logger.info("skipped %d tensors: %s", count, skip.reason)
+        logger.info("skipped %s: %s", counted(count, "tensor"), skip.reason)
 
 
 def load(

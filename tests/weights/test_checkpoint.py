@@ -141,10 +141,19 @@ def test_shards_are_found_through_the_index(saved: dict[str, Path], tmp_path: Pa
     [
         (b"", "not a safetensors file"),
         (b"\x05", "not a safetensors file"),
-        (b"version https://git-lfs.github.com/spec/v1\n", "not a safetensors file"),
+        (
+            b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n",
+            r"model\.safetensors is a git-LFS pointer, not the weights.*run git lfs pull",
+        ),
         ((900).to_bytes(8, "little") + b"{}", "ends inside its header"),
         ((9).to_bytes(8, "little") + b"not json!", "broken header"),
-        ((2).to_bytes(8, "little") + b"[]", "broken header"),
+        ((2).to_bytes(8, "little") + b"[]", "broken header: it is no JSON object"),
+        ((8).to_bytes(8, "little") + b'{"a": 1}', "broken header: a has no dtype, shape and place"),
+        (
+            (60).to_bytes(8, "little")
+            + b'{"a": {"dtype": [], "shape": [2], "data_offsets": [0, 8]}}'.ljust(60),
+            "broken header: a has no dtype",
+        ),
         (
             (66).to_bytes(8, "little")
             + b'{"a": {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 8]}}'.ljust(66),
@@ -170,6 +179,57 @@ def test_folders_without_usable_weights(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors.index.json").write_text("{}")
     with pytest.raises(JobError, match="no index of safetensors files"):
         Checkpoint.open(tmp_path)
+
+
+INDEX = "model.safetensors.index.json"
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "is not JSON; download the model again"),
+        ("[]", "has no map weight_map from tensors to files"),
+        ('{"weight_map": []}', "has no map weight_map"),
+        ('{"weight_map": {"a": null}}', "weight_map gives a no file name"),
+        ('{"weight_map": {"a": "x.safetensors"}}', r"x\.safetensors is missing \(1 tensor\)"),
+        ('{"weight_map": {"a": "../x"}}', 'names "../x", which is not in the folder'),
+        ("version https://git-lfs.github.com/spec/v1", "is a git-LFS pointer.*run git lfs pull"),
+    ],
+)
+def test_a_broken_index_is_told_in_words(tmp_path: Path, content: str, message: str) -> None:
+    (tmp_path / INDEX).write_text(content)
+    with pytest.raises(JobError, match=message) as caught:
+        Checkpoint.open(tmp_path)
+    assert "Error(" not in str(caught.value) and "None" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", [SINGLE, INDEX])
+def test_a_folder_in_a_files_place_is_named(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).mkdir()
+    with pytest.raises(JobError, match="is a folder where a file should be"):
+        Checkpoint.open(tmp_path)
+
+
+def test_a_shard_that_is_a_folder_is_named(tmp_path: Path) -> None:
+    (tmp_path / INDEX).write_text('{"weight_map": {"a": "x.safetensors"}}')
+    (tmp_path / "x.safetensors").mkdir()
+    with pytest.raises(JobError, match=r"x\.safetensors is a folder where a file should be"):
+        Checkpoint.open(tmp_path)
+
+
+def test_one_fault_is_singular_and_many_are_counted(saved: dict[str, Path], tmp_path: Path) -> None:
+    copy_with(saved["v3"], tmp_path, **{"model.norm.weight": None})
+    with pytest.raises(JobError, match=r"\(1 fault\): model\.norm\.weight is missing: download"):
+        load_from(tmp_path)
+    names = [name for name in load_file(saved["v3"] / SINGLE) if "experts." in name]
+    extra = {"model.extra.weight": torch.zeros(2)}
+    copy_with(saved["v3"], tmp_path, **dict.fromkeys(names), **extra)
+    with pytest.raises(JobError) as caught:
+        load_from(tmp_path)
+    message = str(caught.value)
+    assert f"({len(names) + 1} faults)" in message and message.count("is missing") == 8
+    assert f"; {len(names) - 8} more are missing" in message
+    assert "model.extra.weight is unexpected" in message
 
 
 @pytest.mark.parametrize("name", TINY)

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from batchmla.errors import JobError
+from batchmla.jobs.manifest import model_fingerprint
 from batchmla.weights.folder import find_model
 
 
@@ -16,7 +17,7 @@ def test_a_local_folder_is_itself(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("path", "message"),
     [
-        ("{tmp}", "has no config.json"),
+        ("{tmp}", "has no file config.json; give the folder"),
         ("{tmp}/file", "is a file"),
         ("{tmp}/absent", "does not exist"),
         ("builtin:absent", "no model of this package"),
@@ -25,6 +26,9 @@ def test_a_local_folder_is_itself(tmp_path: Path) -> None:
             "neither a folder here nor, at revision main, in the Hugging Face",
         ),
         ("a/b/c", "does not exist"),
+        ("a" * 5000, "cannot be used .File name too long.; give a folder"),
+        ("~no-such-user/model", "cannot be used"),
+        ("-nobody-/..model", "neither a folder here nor"),
     ],
 )
 def test_what_cannot_be_found_is_named(tmp_path: Path, path: str, message: str) -> None:
@@ -47,3 +51,15 @@ def test_the_local_cache_is_read_without_a_network(
     assert find_model("maker/model") == snapshot
     with pytest.raises(JobError, match="at revision other"):
         find_model("maker/model", "other")
+
+
+def test_a_weights_folder_and_an_unreadable_file_are_named(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "original.pt").mkdir()
+    assert list(model_fingerprint(tmp_path)) == ["config.json"]
+    (tmp_path / "tokenizer.json").symlink_to(tmp_path / "gone")
+    with pytest.raises(JobError, match=r"tokenizer\.json cannot be read \(No such file"):
+        model_fingerprint(tmp_path)
+    (tmp_path / "model.safetensors").mkdir()
+    with pytest.raises(JobError, match=r"model\.safetensors is a folder where a file should be"):
+        model_fingerprint(tmp_path)
