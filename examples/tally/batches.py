@@ -13,7 +13,7 @@ from examples.tally.tokens import SampleEncoder
 
 POOL_DOCUMENTS = 768
 CUT_SHARE = 0.08
-READING_WEIGHT = 2.0
+READING_WEIGHT = 3.0
 """What a token read from the document weighs in the loss, against one of the sums."""
 
 
@@ -85,7 +85,7 @@ def pool_batches(
 ) -> list[Batch]:
     """Give the batches of one pool of documents, in a shuffled order; a last small one is left out.
 
-    The compiled parts of the model hold for batches of more than 4,096 tokens.
+    Batches of one length keep padding small; a step takes several, so that it sees several lengths.
     """
     rng = random.Random(f"tally-pool-{seed}-{pool}")
     documents = itertools.islice(training_documents(seed * 1_000_000 + pool), POOL_DOCUMENTS)

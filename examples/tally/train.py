@@ -1,11 +1,12 @@
 """Train the model from nothing on one thread and export it as a Hugging Face folder.
 
-    python -m examples.tally.train --steps 1800 --draft-steps 250 --export batchmla/builtin/tally
+    python -m examples.tally.train --export batchmla/builtin/tally
 
 A checkpoint is written every `--save-every` steps to `--work`; the same command resumes from it.
 """
 
 import argparse
+import itertools
 import time
 from pathlib import Path
 
@@ -26,10 +27,11 @@ WARMUP_STEPS = 40
 def parse_arguments() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=1800)
-    parser.add_argument("--draft-steps", type=int, default=250)
-    parser.add_argument("--decay-share", type=float, default=0.45)
-    parser.add_argument("--batch-tokens", type=int, default=5120)
+    parser.add_argument("--steps", type=int, default=2800)
+    parser.add_argument("--draft-steps", type=int, default=200)
+    parser.add_argument("--decay-share", type=float, default=0.4)
+    parser.add_argument("--batch-tokens", type=int, default=2560)
+    parser.add_argument("--accumulate", type=int, default=2, help="batches of one step")
     parser.add_argument("--reading-pools", type=int, default=30)
     parser.add_argument("--matrix-rate", type=float, default=0.02)
     parser.add_argument("--other-rate", type=float, default=0.003)
@@ -128,18 +130,22 @@ class Run:
         """Train everything but the draft layer."""
         args, started = self.args, time.time() - self.seconds
         batches = all_batches(
-            self.encoder, args.seed, args.batch_tokens, args.reading_pools, self.step
+            self.encoder,
+            args.seed,
+            args.batch_tokens,
+            args.reading_pools,
+            skip=self.step * args.accumulate,
         )
         losses = []
         while self.step < args.steps:
-            batch = next(batches)
-            loss = main_loss(self.model, batch)
-            loss.backward()
+            for batch in itertools.islice(batches, args.accumulate):
+                loss = main_loss(self.model, batch) / args.accumulate
+                loss.backward()
+                self.tokens += int(batch.lengths.sum())
+                losses.append(loss.item() * args.accumulate)
             self.optimiser.step(learning_share(self.step, args.steps, args.decay_share))
             self.step += 1
-            self.tokens += int(batch.lengths.sum())
             self.seconds = time.time() - started
-            losses.append(loss.item())
             if self.step % 20 == 0:
                 mean = sum(losses) / len(losses)
                 rate = self.tokens / self.seconds
@@ -161,7 +167,8 @@ class Run:
         for name, parameter in model.draft.named_parameters():
             parameter.requires_grad_(name not in ("embed", "head"))
         optimiser = Muon(model.draft, args.matrix_rate, args.other_rate)
-        batches = all_batches(self.encoder, args.seed + 1, args.batch_tokens, reading_pools=0)
+        tokens = args.batch_tokens * args.accumulate
+        batches = all_batches(self.encoder, args.seed + 1, tokens, reading_pools=0)
         for step in range(args.draft_steps):
             loss, right = draft_loss(model, next(batches))
             loss.backward()
