@@ -1,1 +1,1 @@
-"""The small DeepSeek-V3-class model of this package; `model.path: builtin:tally` names its folder."""
+"""The small DeepSeek-V3-class model of this package: `model.path: builtin:tally` names it."""
