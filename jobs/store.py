@@ -1,6 +1,7 @@
 """Files of the output folder that survive a power cut: written aside, synced, renamed.
 
-Knows paths and bytes only. Every failure of the storage is a `StorageError` that names the file.
+Knows paths and bytes only. Every failure of the storage is a `StorageError` that names the file; a
+place where no output can lie is a `JobError` that names output.path.
 """
 
 import errno
@@ -9,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from batchmla.errors import StorageError
+from batchmla.errors import JobError, StorageError
 
 _REASONS = {
     errno.ENOSPC: "the disk is full; free some space",
@@ -21,6 +22,14 @@ _REASONS = {
     errno.ESTALE: "the network share was remounted; check it",
 }
 
+_MISPLACED = {
+    errno.EISDIR: "it is a folder where a file belongs; remove it",
+    errno.ENOTDIR: "it lies below a file; remove that",
+    errno.EEXIST: "a file is where a folder belongs; remove it",
+    errno.ELOOP: "it is a link that leads round in a circle; remove it",
+    errno.ENAMETOOLONG: "its name is too long for this file system; shorten it",
+}
+
 
 @contextmanager
 def storage_errors(path: Path) -> Iterator[None]:
@@ -28,11 +37,50 @@ def storage_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        reason = _REASONS.get(error.errno or 0, error.strerror or str(error))
+        misplaced = _MISPLACED.get(error.errno or 0)
+        if misplaced is not None:
+            raise JobError(
+                f"output.path: {_short(path)} cannot be written: {misplaced}, or choose another "
+                f"output.path"
+            ) from error
+        words = f"{error.strerror or error}; make it writable"
+        reason = _REASONS.get(error.errno or 0, words)
         raise StorageError(
             f"{path}: cannot write: {reason}, then run the same command again: "
             f"finished rows are kept"
         ) from error
+
+
+def check_place(root: Path) -> None:
+    """Refuses an output folder that cannot be made because of what lies on its way."""
+    aside = _aside(root)
+    for place in (*reversed(aside.parents), aside):
+        if place.is_symlink() and not place.exists():
+            raise JobError(
+                f"output.path {_short(root)}: {place} is a link to {os.readlink(place)}, which "
+                f"leads nowhere; make that folder, or choose another output.path"
+            )
+        if not place.exists():
+            return
+        if not place.is_dir():
+            where = f"needs a folder {place}, which is a file"
+            if place == root:
+                where = "is a file"
+            elif place in root.parents:
+                where = f"lies below {place}, which is a file"
+            raise JobError(
+                f"output.path {_short(root)} {where}; remove that file, or choose another "
+                f"output.path for a folder"
+            )
+
+
+def _aside(root: Path) -> Path:
+    return root / "_batchmla" / "aside"
+
+
+def _short(path: Path) -> str:
+    text = str(path)
+    return text if len(text) <= 200 else f"{text[:120]}… ({len(text):,} characters)"
 
 
 class Store:
@@ -45,10 +93,12 @@ class Store:
     def __init__(self, root: Path) -> None:
         self.root = root
         self.own = root / "_batchmla"
-        self.aside = self.own / "aside"
+        self.aside = _aside(root)
 
     def open(self) -> None:
         """Makes the folders."""
+        with storage_errors(self.root):
+            check_place(self.root)
         with storage_errors(self.own):
             self.aside.mkdir(parents=True, exist_ok=True)
 
