@@ -28,7 +28,7 @@ from batchmla.jobs.manifest import (
 from batchmla.jobs.pack import Packer
 from batchmla.jobs.progress import ProgressKind, Snapshot, Ticker, make_view
 from batchmla.jobs.rowtext import RowText
-from batchmla.jobs.runlog import run_log
+from batchmla.jobs.runlog import log_only, run_log
 from batchmla.jobs.seams import Seams
 from batchmla.jobs.segments import list_segments
 from batchmla.jobs.signals import Signals, StopRun
@@ -128,8 +128,8 @@ class _Run:
             self.writer.apply_retries()
         except BaseException as error:
             code = error.exit_code if isinstance(error, BatchmlaError) else ExitCode.INTERNAL
-            _LOG.error("ended with exit code %d: %s", code, error)
-            raise
+            log_only(logging.ERROR, f"ended with exit code {code}: {error}")
+            raise  # the command line says it
         return self._end(loop)
 
     # before the loop

@@ -7,6 +7,8 @@ from pathlib import Path
 
 from batchmla.jobs.store import storage_errors
 
+_ONLY_FILE = "batchmla.jobs.runlog.only"  # what is logged under this name is not for the console
+
 
 @contextmanager
 def run_log(output: Path) -> Iterator[None]:
@@ -18,10 +20,19 @@ def run_log(output: Path) -> Iterator[None]:
     logger = logging.getLogger("batchmla")
     level = logger.level
     logger.addHandler(handler)
+    only = logging.getLogger(_ONLY_FILE)
+    only.propagate = False
+    only.addHandler(handler)
     logger.setLevel(min(level, logging.INFO) if level else logging.INFO)
     try:
         yield
     finally:
         logger.setLevel(level)
         logger.removeHandler(handler)
+        only.removeHandler(handler)
         handler.close()
+
+
+def log_only(level: int, message: str) -> None:
+    """A line of the open run.log that the console does not show, as somebody else says it there."""
+    logging.getLogger(_ONLY_FILE).log(level, "%s", message)

@@ -1,6 +1,8 @@
 """A whole job with a scripted engine: what it writes, and how it ends."""
 
+import io
 import json
+import logging
 import os
 import signal
 import threading
@@ -149,6 +151,23 @@ def test_an_engine_that_breaks_leaves_finished_rows(job: Job, error: Exception) 
     assert len(job.rows()) == 350
 
 
+def test_an_error_is_in_the_log_and_left_to_the_caller_to_say(job: Job) -> None:
+    stream = io.StringIO()
+    console = logging.StreamHandler(stream)
+    logging.getLogger().addHandler(console)
+    try:
+        with pytest.raises(DeviceError):
+            job.run(ScriptedEngine(fail_after=20, error=DeviceError("the card is lost; find it")))
+    finally:
+        logging.getLogger().removeHandler(console)
+    log = (job.output / "_batchmla" / "run.log").read_text()
+    assert log.count("ERROR ended with exit code 3: the card is lost; find it") == 1
+    assert "the card is lost" not in stream.getvalue()
+    job.run(ScriptedEngine())  # the file was closed
+    log = (job.output / "_batchmla" / "run.log").read_text()
+    assert log.count("the card is lost") == 1
+
+
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_saves_finished_rows_and_a_rerun_goes_on(job: Job, signum: int) -> None:
     def interrupt(num_done: int) -> None:
@@ -186,12 +205,6 @@ def test_a_full_disk_is_a_storage_error_and_resumable(job: Job) -> None:
     assert not job.is_successful and job.parts() == ["part-00000.parquet", "part-00001.parquet"]
     assert job.run(ScriptedEngine()).exit_code == 0
     assert [row["doc"] for row in job.rows()] == [f"d{i}" for i in range(350)]
-
-
-def test_an_output_that_cannot_be_made_is_a_storage_error(job: Job) -> None:
-    job.output.write_text("a file")
-    with pytest.raises(StorageError, match="out"):
-        job.run(None)
 
 
 def test_carried_metadata_and_types_stay(tmp_path: Path) -> None:
