@@ -7,7 +7,7 @@ import platform
 import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,11 @@ _PACKAGES = ("torch", "transformers", "tokenizers", "pyarrow", "numpy", "jinja2"
 _BESIDE_NUMBERS = ("python", "pyarrow")  # versions that no token id depends on
 _WEIGHTS = (".safetensors", ".bin", ".gguf", ".pt", ".pth")
 _SMALL = (".json", ".jinja", ".model", ".txt", ".tiktoken", ".py")
+_TEXTS = ("versions", "model", "input", "numerics")  # maps from text to text
+_SHAPES: dict[str, Any] = {  # of the entries that are no map
+    "job_id": str, "created_s": int | float, "columns": list, "prompt": str,
+    "num_rows": int | None, "format": int, "earlier": list,
+}  # fmt: skip
 _SINGLE = "model.safetensors"
 _SAMPLE_BYTES = 65536
 _LISTED_FILES = 5
@@ -112,16 +117,52 @@ def read_manifest(output: Path) -> Manifest | None:
     """The manifest of `output`, or None when it has none."""
     path = manifest_path(output)
     try:
-        raw = json.loads(path.read_text())
-        if raw["format"] != FORMAT:
-            raise JobError(f"{path} has format {raw['format']}, this version reads {FORMAT}")
-        return Manifest(**raw)
+        data = path.read_bytes()
     except FileNotFoundError:
         return None
-    except (ValueError, KeyError, TypeError, OSError) as error:
+    except NotADirectoryError as error:
+        raise JobError(f"{output} is no folder; give a job's output.path") from error
+    except OSError as error:
+        reason = "it is a folder" if path.is_dir() else error.strerror or "no reason given"
+        raise JobError(_unreadable(path, reason)) from error
+    try:
+        raw = json.loads(data)
+    except (ValueError, RecursionError) as error:
         raise JobError(
-            f"{path} cannot be read ({error}); restore it, or choose another output.path"
+            _unreadable(path, "it is empty" if not data else "it is not JSON")
         ) from error
+    fault = _fault_of(raw)
+    if fault is not None:
+        raise JobError(_unreadable(path, fault))
+    return Manifest(**raw)
+
+
+def _unreadable(path: Path, reason: str) -> str:
+    return f"{path} cannot be read: {reason}; restore it from a copy, or choose another output.path"
+
+
+def _fault_of(raw: Any) -> str | None:
+    """What is wrong with a manifest's text, or None."""
+    if not isinstance(raw, dict):
+        return "it holds no JSON object"
+    if raw.get("format") != FORMAT:
+        if "format" not in raw:
+            return "it has no format number, so it is damaged or not a manifest"
+        return f"its format is {json.dumps(raw['format']):.40}, and this version reads {FORMAT}"
+    known = {each.name: each for each in fields(Manifest)}
+    for name, each in known.items():
+        is_optional = each.default is not MISSING or each.default_factory is not MISSING
+        if name not in raw and not is_optional:
+            return f"its entry {name} is missing"
+        if name in raw and not isinstance(raw[name], _SHAPES.get(name, dict)):
+            return f"its entry {name} is damaged"
+    extra = sorted(set(raw) - set(known))
+    if extra:
+        return f"its entry {extra[0]} is not known to this version"
+    if not all(isinstance(value, dict) for value in raw["job"].values()):
+        return "its entry job is damaged"
+    texts = [text for name in _TEXTS for text in raw.get(name, {}).values()] + raw["columns"]
+    return None if all(isinstance(text, str) for text in texts) else "it holds damaged entries"
 
 
 def write_manifest(store: Store, manifest: Manifest) -> None:

@@ -52,6 +52,7 @@ class Status:
 def read_status(output: Path) -> Status:
     """Reads what is there; writes nothing and takes no lease."""
     output = Path(output)
+    _check_folder(output)
     manifest = read_manifest(output)
     if manifest is None:
         raise JobError(
@@ -65,7 +66,7 @@ def read_status(output: Path) -> Status:
     live = beat if is_running else {}
     rows_per_s = live.get("rows_per_s")
     return Status(
-        name=manifest.job["name"]["value"],
+        name=str(manifest.job.get("name", {}).get("value", "?")),
         output=str(output),
         is_running=is_running,
         is_complete=(output / "_SUCCESS").exists(),
@@ -87,6 +88,20 @@ def read_status(output: Path) -> Status:
         waiting=live.get("waiting"),
         kv_pool_used=live["used_pages"] / live["total_pages"] if live.get("total_pages") else None,
     )
+
+
+def _check_folder(output: Path) -> None:
+    """Refuses what is no folder, above all the job file itself."""
+    try:
+        is_folder, exists = output.is_dir(), output.exists()
+    except OSError as error:
+        raise JobError(f"{str(output)[:120]} cannot be read ({error.strerror})") from error
+    if not exists:
+        raise JobError(f"{output} does not exist; give the output.path of a job that was begun")
+    if not is_folder:
+        raise JobError(
+            f"{output} is a file; status takes the job's output folder: give its output.path"
+        )
 
 
 def print_status(status: Status, console: Console | None = None) -> None:

@@ -136,6 +136,55 @@ def test_status_of_a_finished_an_unfinished_and_a_running_job(tmp_path: Path) ->
         assert read_status(output).is_running
 
 
+def test_status_of_what_is_no_output_folder_is_told_in_words(tmp_path: Path) -> None:
+    job = tmp_path / "job.yaml"
+    job.write_text("model: {}")
+    for place, words in (
+        (job, "job.yaml is a file; status takes the job's output folder"),
+        (job / "out", "does not exist; give the output.path"),
+        (tmp_path / "gone", "does not exist; give the output.path"),
+        (tmp_path / ("n" * 300), "cannot be read .File name too long"),
+    ):
+        with pytest.raises(JobError, match=words) as caught:
+            read_status(place)
+        assert "Errno" not in str(caught.value)
+
+
+def without(name: str) -> Any:
+    return lambda raw: {key: value for key, value in raw.items() if key != name}
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (lambda raw: "", "it is empty"),
+        (lambda raw: '{"format": 1, ', "it is not JSON"),
+        (lambda raw: [1], "it holds no JSON object"),
+        (lambda raw: {}, "it has no format number"),
+        (lambda raw: raw | {"format": 9}, "its format is 9, and this version reads 1"),
+        (without("job_id"), "its entry job_id is missing"),
+        (lambda raw: raw | {"job": []}, "its entry job is damaged"),
+        (lambda raw: raw | {"job": {"name": 3}}, "its entry job is damaged"),
+        (lambda raw: raw | {"columns": {}}, "its entry columns is damaged"),
+        (lambda raw: raw | {"num_rows": "x"}, "its entry num_rows is damaged"),
+        (lambda raw: raw | {"input": {"a": 1}}, "it holds damaged entries"),
+        (lambda raw: raw | {"more": 1}, "its entry more is not known to this version"),
+    ],
+)
+def test_a_damaged_manifest_is_told_in_words(tmp_path: Path, damage: Any, words: str) -> None:
+    source, output = write_rows(tmp_path / "in.parquet", sample_texts(3)), tmp_path / "out"
+    run_scripted(scripted_spec(source, output), scripted_seams(ScriptedEngine()))
+    path = output / "_batchmla" / "manifest.json"
+    assert read_status(output).done == 3
+    damaged = damage(json.loads(path.read_bytes()))
+    path.write_text(damaged if isinstance(damaged, str) else json.dumps(damaged))
+    with pytest.raises(JobError, match=f"manifest.json cannot be read: {words}") as caught:
+        read_status(output)
+    assert "restore it from a copy, or choose another output.path" in str(caught.value)
+    with pytest.raises(JobError, match=words):
+        run_scripted(scripted_spec(source, output), scripted_seams(ScriptedEngine()))
+
+
 def test_status_of_any_other_folder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(JobError, match="not the output folder of a job"):
         read_status(tmp_path)
