@@ -4,13 +4,15 @@ import torch
 
 from batchmla.kernels.ops import RopeLayout
 
+REGISTER_FLOATS = 16  # of the widest vector registers torch is built for
+
 
 def norm(x_TM: torch.Tensor, weight_M: torch.Tensor, eps: float) -> torch.Tensor:
     """RMSNorm; the mean of squares comes from one reduction in float32."""
-    width = x_TM.shape[-1]
-    length_T1 = torch.linalg.vector_norm(x_TM, dim=-1, keepdim=True, dtype=torch.float32)
-    scale_T1 = length_T1.square_().div_(width).add_(eps).rsqrt_()
-    return torch.mul(x_TM.float() * scale_T1, weight_M).to(x_TM.dtype)
+    wide_TM = x_TM.to(torch.float32, copy=True)
+    length_T1 = torch.linalg.vector_norm(wide_TM, dim=-1, keepdim=True)
+    scale_T1 = length_T1.square_().div_(x_TM.shape[-1]).add_(eps).rsqrt_()
+    return wide_TM.mul_(scale_T1).mul_(weight_M).to(x_TM.dtype)
 
 
 def add_norm(
@@ -24,7 +26,17 @@ def add_norm(
 def rope(
     x_THR: torch.Tensor, cos_TR: torch.Tensor, sin_TR: torch.Tensor, layout: RopeLayout
 ) -> None:
-    """Rotates in place, both halves from one float32 copy."""
+    """Rotates in place, from one float32 copy; neighbouring pairs as complex numbers.
+
+    Rows of whole vector registers only: the rest of a register is multiplied with other rounding,
+    and a row's bits must not depend on where it stands.
+    """
+    if layout is RopeLayout.INTERLEAVED and x_THR.shape[-1] % REGISTER_FLOATS == 0:
+        wide_THR = x_THR.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+        pairs_THR = torch.view_as_complex(wide_THR.unflatten(-1, (-1, 2)))
+        pairs_THR.mul_(torch.complex(cos_TR, sin_TR)[:, None])
+        x_THR.copy_(wide_THR)
+        return
     cos_T1R, sin_T1R = cos_TR[:, None], sin_TR[:, None]
     if layout is RopeLayout.INTERLEAVED:
         first, second = x_THR[..., 0::2], x_THR[..., 1::2]

@@ -168,3 +168,27 @@ def test_experts(ops: Ops, dtype: torch.dtype, rows: int, width: int) -> None:
     each = torch.einsum("tef,emf->tem", gate * torch.sigmoid(gate) * value, down.double())
     dense = torch.zeros(rows, num_experts).scatter_(1, ids, weights).double()
     assert_close("experts", actual, torch.einsum("te,tem->tm", dense, each), scale=2)
+
+
+@pytest.mark.parametrize("num_heads", [1, 3])
+@pytest.mark.parametrize("width", [8, 64])
+def test_a_rotated_row_has_the_same_bits_wherever_it_stands(
+    ops: Ops, dtype: torch.dtype, width: int, num_heads: int
+) -> None:
+    whole = random(40, num_heads, width).to(dtype)
+    angles = random(40, width // 2, seed=1)
+    cos, sin = angles.cos(), angles.sin()
+    part = whole[5:12].clone()
+    ops.rope(whole, cos, sin, RopeLayout.INTERLEAVED)
+    ops.rope(part, cos[5:12], sin[5:12], RopeLayout.INTERLEAVED)
+    assert torch.equal(part, whole[5:12])
+
+
+@pytest.mark.parametrize("width", [16, 64])
+def test_rope_by_complex_numbers_turns_pairs(ops: Ops, dtype: torch.dtype, width: int) -> None:
+    row = random(9, 2, width + 6).to(dtype)[..., 6:]
+    angles = random(9, width // 2, seed=1)
+    pairs = torch.view_as_complex(row.double().unflatten(-1, (-1, 2)).contiguous())
+    turned = pairs * torch.polar(torch.ones_like(angles), angles).to(torch.complex128)[:, None]
+    ops.rope(row, angles.cos(), angles.sin(), RopeLayout.INTERLEAVED)
+    assert_close("rope", row, torch.view_as_real(turned).flatten(-2))
