@@ -13,6 +13,7 @@ FIELDS: dict[str, Any] = {
     "tie_word_embeddings": False, "norm_topk_prob": True, "routed_scaling_factor": 2.5,
     "max_position_embeddings": 2048, "rms_norm_eps": 1e-6, "bos_token_id": 0, "eos_token_id": 1,
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    "topk_method": "noaux_tc", "scoring_func": "sigmoid",
 }  # fmt: skip
 SEED = 0
 
