@@ -7,7 +7,7 @@ from pathlib import Path
 
 from batchmla.core import Prompt
 from batchmla.jobs.inspect import TOKENIZER_FILES
-from batchmla.jobs.local import local_seams
+from batchmla.jobs.local import local_seams, local_text
 from batchmla.jobs.prompt import TooLong
 from batchmla.jobs.spec import JobSpec
 from batchmla.jobs.summary import read_summary
@@ -28,8 +28,11 @@ class RowCounts:
     is_whole: bool
 
 
-def count_rows(spec: JobSpec, folder: Path, notes: list[str]) -> RowCounts:
-    """Reads the input and renders its prompts, if the model has a tokenizer, for up to a minute."""
+def count_rows(spec: JobSpec, folder: Path, max_model_len: int, notes: list[str]) -> RowCounts:
+    """Reads the input and renders its prompts, if the model has a tokenizer, for up to a minute.
+
+    `max_model_len`: tokens that prompt and completion of a row may have together.
+    """
     seams = local_seams()
     table = seams.table(spec)
     num_rows = table.scan(spec.input.check).num_rows
@@ -39,8 +42,8 @@ def count_rows(spec: JobSpec, folder: Path, notes: list[str]) -> RowCounts:
             rows=num_rows, prompt_tokens=None, rows_too_long=None, rows_failing=None,
             longest_prompt=None, output_tokens=None, is_whole=False,
         )  # fmt: skip
-    text = seams.text(spec, table)
-    tally, started_s, is_whole = _Tally(), time.monotonic(), True
+    text = local_text(spec, table, max_model_len)
+    tally, started_s, is_whole = _Tally(max_model_len), time.monotonic(), True
     for rows in table.rows(0, None):
         tally.add(text.prompts(rows))
         if time.monotonic() - started_s > COUNT_LIMIT_S:
@@ -55,7 +58,7 @@ def count_rows(spec: JobSpec, folder: Path, notes: list[str]) -> RowCounts:
             + (" and scaled up" if num_rows is not None else "; the input's rows are not known yet")
         )
     good_rows = round((tally.rows - tally.failing) * factor)
-    output_tokens, source = _expected_output(spec, good_rows)
+    output_tokens, source = _expected_output(spec, good_rows, round(tally.most_output * factor))
     notes.append(source)
     return RowCounts(
         rows=num_rows,
@@ -71,8 +74,10 @@ def count_rows(spec: JobSpec, folder: Path, notes: list[str]) -> RowCounts:
 class _Tally:
     """Sums over rendered prompts."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_model_len: int) -> None:
+        self._max_model_len = max_model_len
         self.rows = self.failing = self.too_long = self.prompt_tokens = self.longest = 0
+        self.most_output = 0  # tokens that the rows could generate
 
     def add(self, prompts: Sequence[Prompt | str]) -> None:
         """A prompt, or the sentence why a row has none."""
@@ -82,17 +87,25 @@ class _Tally:
                 self.failing += 1
                 self.too_long += isinstance(prompt, TooLong)
             else:
-                self.prompt_tokens += len(prompt.token_ids)
-                self.longest = max(self.longest, len(prompt.token_ids))
+                length, most = len(prompt.token_ids), prompt.params.max_tokens
+                room = max(0, self._max_model_len - length)
+                self.prompt_tokens += length
+                self.longest = max(self.longest, length)
+                self.most_output += room if most is None else min(most, room)
 
 
-def _expected_output(spec: JobSpec, good_rows: int) -> tuple[int | None, str]:
+def _expected_output(spec: JobSpec, good_rows: int, most_output: int) -> tuple[int, str]:
     """Tokens that the rows will generate, and where the figure comes from."""
     last = read_summary(Path(spec.output.path))
     if last is not None and last.rows_this_run and last.generated_tokens:
         mean = last.generated_tokens / last.rows_this_run
-        return round(mean * good_rows), f"{mean:.0f} output tokens a row, as in this job's last run"
+        tokens = min(round(mean * good_rows), most_output)
+        return tokens, f"{mean:.0f} output tokens a row, as in this job's last run"
+    limit = "sampling.max_tokens is null, so each row may fill the context"
     if spec.sampling.max_tokens is not None:
-        most = spec.sampling.max_tokens
-        return most * good_rows, f"{most} output tokens a row: sampling.max_tokens, an upper bound"
-    return None, "output length is not known before a first run; sampling.max_tokens would bound it"
+        limit = (
+            f"up to sampling.max_tokens = {spec.sampling.max_tokens:,} a row, within the context"
+        )
+    return most_output, (
+        f"at most {most_output:,} output tokens ({limit}); rows that stop earlier take less time"
+    )

@@ -115,11 +115,15 @@ def local_numerics(spec: JobSpec) -> dict[str, str]:
     return describe_numerics(plan_local_engine(spec, folder), detect(spec.model.device))
 
 
-def local_text(spec: JobSpec, table: Table) -> LocalText:
-    """The text side of a job; refuses columns that the input lacks."""
+def local_text(spec: JobSpec, table: Table, limit_tokens: int | None = None) -> LocalText:
+    """The text side of a job; refuses columns that the input lacks.
+
+    `limit_tokens`: of prompt and completion together; default: what this machine's engine takes.
+    """
     assert isinstance(table, InputTable), "the local text side reads local input"
     folder = find_model(spec.model.path, spec.model.revision)
-    limit_tokens = plan_local_engine(spec, folder).max_model_len
+    if limit_tokens is None:
+        limit_tokens = plan_local_engine(spec, folder).max_model_len
     text = LocalText(spec, folder, table.columns, limit_tokens)
     table.require(text.columns, "prompt")
     table.select(text.columns)  # no other column is turned into Python objects

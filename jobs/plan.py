@@ -70,7 +70,7 @@ def plan_job(loaded: LoadedSpec, hardware: str | None = None) -> Plan:
     notes = list(config.notes)
     if facts.quantization is not None:
         notes.append(f"weights are published in {facts.quantization}; planned as {config.dtype}")
-    counts = count_rows(spec, folder, notes)
+    counts = count_rows(spec, folder, config.max_model_len, notes)
     lengths = sorted(
         {length for length in PLAN_LENGTHS if length <= facts.config.max_positions}
         | {config.max_model_len}

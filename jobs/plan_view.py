@@ -55,7 +55,7 @@ def _plan_lines(plan: Plan) -> list[str]:
             f"{plan.rows_too_long:,}; rows that will fail: {plan.rows_failing:,}"
         )
     if plan.predicted_seconds is not None:
-        lines.append(f"predicted: at least {plan.predicted_seconds:,.1f} s")
+        lines.append(f"predicted: {plan.predicted_seconds:,.1f} s, as bounded by the notes")
     lines += [f"note: {note}" for note in plan.notes]
     lines.append("it fits" if plan.fits else f"does not fit: {plan.misfit}")
     return lines

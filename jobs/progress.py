@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal, Protocol, TextIO
@@ -28,6 +28,9 @@ _TICK_S = 0.5
 _HEARTBEAT_S = 2.0
 _LINE_S = 10.0
 _RATE_S = 60.0  # rates are over the last so many seconds
+_SETTLED_ROWS = 20  # and rows: the first to finish are the short ones
+_SETTLED_S = 10.0
+_MAX_LOOKS = 20_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,11 +51,12 @@ class Snapshot:
     preemptions: int = 0
     rows_per_s: float | None = None
     tokens_per_s: float | None = None
+    is_settled: bool = True  # enough rows have finished to foretell the others
 
     @property
     def eta_s(self) -> float | None:
-        """Seconds until all rows are done, at the recent rate."""
-        if self.rows is None or not self.rows_per_s:
+        """Seconds until all rows are done, at the recent rate; None until that is settled."""
+        if self.rows is None or not self.rows_per_s or not self.is_settled:
             return None
         return (self.rows - self.done) / self.rows_per_s
 
@@ -147,6 +151,52 @@ def make_view(kind: ProgressKind, stream: TextIO = sys.stderr) -> View | None:
     return PlainView(stream)
 
 
+class Rates:
+    """Recent rates of rows and tokens, from looks in the order of time.
+
+    Time before the first token or row does not count: weights were being loaded. Rows are counted
+    back over at least a minute and 20 rows, so that long rows do not make the rate jump.
+    """
+
+    def __init__(self) -> None:
+        self._rows: deque[tuple[float, int]] = deque(maxlen=_MAX_LOOKS)
+        self._tokens: deque[tuple[float, int]] = deque()
+        self._start: tuple[float, int] | None = None  # when work began, and rows done by then
+
+    def add(self, snapshot: Snapshot, now_s: float) -> Snapshot:
+        """`snapshot` with the rates, as far as they are known at `now_s`."""
+        done, tokens = snapshot.done, snapshot.generated_tokens
+        if self._start is None or (tokens == 0 and done == self._start[1]):
+            self._start = (now_s, done)
+            self._rows.clear()
+            self._tokens.clear()
+        self._rows.append((now_s, done))
+        self._tokens.append((now_s, tokens))
+        while self._tokens[0][0] < now_s - _RATE_S:
+            self._tokens.popleft()
+        while (
+            len(self._rows) > 1
+            and self._rows[1][0] <= now_s - _RATE_S
+            and done - self._rows[1][1] >= _SETTLED_ROWS
+        ):
+            self._rows.popleft()
+        start_s, start_done = self._start
+        needed = _SETTLED_ROWS
+        if snapshot.rows is not None:  # a small job is foretold from its half
+            needed = min(needed, max(1, (snapshot.rows - start_done + 1) // 2))
+        return replace(
+            snapshot,
+            rows_per_s=_rate(self._rows, now_s),
+            tokens_per_s=_rate(self._tokens, now_s),
+            is_settled=now_s - start_s >= _SETTLED_S and done - start_done >= needed,
+        )
+
+
+def _rate(looks: Sequence[tuple[float, int]], now_s: float) -> float | None:
+    (then_s, then), (_, now) = looks[0], looks[-1]
+    return None if now_s - then_s < _TICK_S else (now - then) / (now_s - then_s)
+
+
 class Ticker:
     """Looks at the run, adds rates, shows, and writes the heartbeat that `status` reads."""
 
@@ -154,7 +204,7 @@ class Ticker:
         self._look = look
         self._view = view
         self._store = store
-        self._seen: deque[tuple[float, int, int]] = deque()  # time, rows, tokens
+        self._rates = Rates()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="progress", daemon=True)
 
@@ -172,7 +222,7 @@ class Ticker:
         next_beat_s = 0.0
         while True:
             is_last = self._ended.wait(_TICK_S)
-            snapshot = self._with_rates(self._look())
+            snapshot = self._rates.add(self._look(), time.monotonic())
             if self._view is not None:
                 self._view.show(snapshot)
             if is_last or time.monotonic() >= next_beat_s:
@@ -187,17 +237,3 @@ class Ticker:
             self._store.write_soft(progress_path(self._store.root), json.dumps(data).encode())
         except StorageError as error:  # the journal will meet the same disk and say so
             _LOG.warning("no heartbeat: %s", error)
-
-    def _with_rates(self, snapshot: Snapshot) -> Snapshot:
-        now_s = time.monotonic()
-        self._seen.append((now_s, snapshot.done, snapshot.generated_tokens))
-        while self._seen[0][0] < now_s - _RATE_S:
-            self._seen.popleft()
-        then_s, rows, tokens = self._seen[0]
-        if now_s - then_s < _TICK_S:
-            return snapshot
-        return replace(
-            snapshot,
-            rows_per_s=(snapshot.done - rows) / (now_s - then_s),
-            tokens_per_s=(snapshot.generated_tokens - tokens) / (now_s - then_s),
-        )

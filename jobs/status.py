@@ -64,7 +64,7 @@ def read_status(output: Path) -> Status:
     num_rows = manifest.num_rows if manifest.num_rows is not None else beat.get("rows")
     left = None if num_rows is None else num_rows - tally.rows
     live = beat if is_running else {}
-    rows_per_s = live.get("rows_per_s")
+    rows_per_s, has_eta = live.get("rows_per_s"), live.get("eta_s") is not None
     return Status(
         name=str(manifest.job.get("name", {}).get("value", "?")),
         output=str(output),
@@ -83,7 +83,7 @@ def read_status(output: Path) -> Status:
         heartbeat_age_s=max(0.0, time.time() - beat["at_s"]) if beat else None,
         rows_per_s=rows_per_s,
         tokens_per_s=live.get("tokens_per_s"),
-        eta_s=left / rows_per_s if rows_per_s and left is not None else None,
+        eta_s=left / rows_per_s if has_eta and rows_per_s and left is not None else None,
         running=live.get("running"),
         waiting=live.get("waiting"),
         kv_pool_used=live["used_pages"] / live["total_pages"] if live.get("total_pages") else None,
@@ -125,7 +125,7 @@ def _lines(status: Status) -> list[tuple[str, str]]:
                    f"{generated:,} generated ({status.reasoning_tokens:,} reasoning)"),
         ("parts", f"{status.parts:,}"),
     ]  # fmt: skip
-    if status.tokens_per_s is not None:
+    if status.tokens_per_s is not None and status.rows_per_s is not None:
         lines.append(
             ("rate", f"{status.tokens_per_s:,.0f} tokens/s, {status.rows_per_s:,.1f} rows/s")
         )

@@ -21,6 +21,7 @@ from batchmla.errors import JobError
 from batchmla.jobs.lease import Lease
 from batchmla.jobs.progress import (
     PlainView,
+    Rates,
     RichView,
     Snapshot,
     Ticker,
@@ -97,6 +98,51 @@ def test_the_heartbeat_has_rates(tmp_path: Path) -> None:
     assert beat["done"] == count
     assert beat["rows_per_s"] > 0
     assert beat["tokens_per_s"] == pytest.approx(7 * beat["rows_per_s"])
+
+
+def look(done: int, tokens: int, rows: int | None = 1000) -> Snapshot:
+    return Snapshot(
+        at_s=0.0, phase="running", rows=rows, done=done, failed=0, generated_tokens=tokens
+    )
+
+
+def test_no_time_is_foretold_from_the_first_rows() -> None:
+    rates = Rates()
+    for now_s in range(300):  # five minutes of loading do not count
+        assert rates.add(look(0, 0), float(now_s)).eta_s is None
+    first = rates.add(look(1, 50), 300.0)
+    assert first.eta_s is None and "left" not in first.line()
+    assert rates.add(look(19, 950), 308.0).eta_s is None  # too few rows
+    early = rates.add(look(21, 1050), 308.5)
+    assert early.rows_per_s is not None and early.eta_s is None  # too soon
+    settled = rates.add(look(40, 2000), 319.0)
+    assert settled.rows_per_s == pytest.approx(40 / 20) and settled.eta_s == pytest.approx(480)
+    assert "8 min left" in settled.line()
+
+
+def test_a_resumed_run_counts_its_own_rows_only() -> None:
+    rates = Rates()
+    rates.add(look(900, 0), 0.0)
+    assert rates.add(look(905, 500), 20.0).eta_s is None
+    assert rates.add(look(920, 2000), 40.0).eta_s == pytest.approx(80 / (20 / 40))
+
+
+def test_a_small_job_is_foretold_from_its_half() -> None:
+    rates = Rates()
+    rates.add(look(0, 0, rows=8), 0.0)
+    assert rates.add(look(3, 300, rows=8), 30.0).eta_s is None
+    assert rates.add(look(4, 400, rows=8), 40.0).eta_s == pytest.approx(40)
+    assert rates.add(look(4, 400, rows=None), 41.0).eta_s is None
+
+
+def test_the_rate_of_slow_rows_reaches_back_over_twenty_rows() -> None:
+    rates = Rates()
+    for now_s in range(0, 1001):  # a row every ten seconds
+        seen = rates.add(look(now_s // 10, now_s), float(now_s))
+    assert seen.rows_per_s == pytest.approx(0.1, rel=0.05)
+    for now_s in range(1001, 1101):  # then ten a second
+        seen = rates.add(look(100 + (now_s - 1000) * 10, now_s * 7), float(now_s))
+    assert seen.rows_per_s == pytest.approx(10) and seen.tokens_per_s == pytest.approx(7)
 
 
 def shown(output: Path) -> str:
