@@ -11,11 +11,13 @@ from typing import Any
 from batchmla.errors import JobError
 from batchmla.jobs.wording import nearest
 from batchmla.text.control import ControlStrings
+from batchmla.text.environment import NullValue, column_environment
 from batchmla.text.marked import MarkedText
-from batchmla.text.template import MarkedTemplate, NullValue, TemplateFault, column_environment
+from batchmla.text.template import MarkedTemplate, TemplateFault
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _REASONING_NAMES = ("reasoning", "reasoning_content", "thinking")
+_MESSAGE_NAMES = (*_REASONING_NAMES, "name", "tool_calls", "tool_call_id")
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
@@ -123,7 +125,7 @@ class MessagesPrompt:
         value = _present(self._column, values)
         where = f"column {self._column!r}"
         if not isinstance(value, list):
-            raise RowFault(f"{where} holds no list of messages but {_kind(value)}")
+            raise RowFault(f"{where} holds {_no_messages(value, self._column)}")
         if not value:
             raise RowFault(f"{where}: the conversation is empty")
         messages = [_message(item, f"{where}, message {n}") for n, item in enumerate(value)]
@@ -138,9 +140,11 @@ def _message(item: Any, where: str) -> dict[str, Any]:
     if not isinstance(item, Mapping):
         raise RowFault(f"{where} is not a map of role and content but {_kind(item)}")
     role = item.get("role")
-    if role not in ROLES:
-        raise RowFault(f"{where} has the role {role!r}; known are {', '.join(ROLES)}")
-    message: dict[str, Any] = {"role": role}
+    if role is None:
+        raise RowFault(f"{where} has no role; known are {', '.join(ROLES)}")
+    if not isinstance(role, str) or role not in ROLES:
+        raise RowFault(f"{where} has as its role {_kind(role)}; known are {', '.join(ROLES)}")
+    message: dict[Any, Any] = {"role": role}
     content = item.get("content")
     if content is not None:
         message["content"] = _marked(_content(content, where), where)
@@ -148,7 +152,8 @@ def _message(item: Any, where: str) -> dict[str, Any]:
         raise RowFault(f"{where} has no content")
     for name, value in item.items():
         if name not in message and name != "content" and value is not None:
-            message[name] = _wrapped(value, f"{where}: {name}")
+            key = name if name in _MESSAGE_NAMES else _marked(str(name), where)
+            message[key] = _wrapped(value, f"{where}: {name}")
     reasoning = next((message[n] for n in _REASONING_NAMES if n in message), None)
     if reasoning is not None:  # templates read it under either name
         message = {"thinking": reasoning, **message, "reasoning_content": reasoning}
@@ -174,8 +179,13 @@ def _cell(column: str, values: Mapping[str, Any]) -> MarkedText:
     value = _present(column, values)
     if isinstance(value, str):
         return _marked(value, f"column {column!r}")
-    if isinstance(value, bytes | list | tuple | dict):
-        raise RowFault(f"column {column!r} holds {_kind(value)}, which is not text")
+    if isinstance(value, bytes):
+        raise RowFault(f"column {column!r} holds bytes, which are not text; decode them before")
+    if isinstance(value, list | tuple | dict):
+        raise RowFault(
+            f"column {column!r} holds {_kind(value)}, which is not text; write "
+            f"{{{{ {column} | tojson }}}} in the prompt's template to have it as JSON"
+        )
     return MarkedText.of_row(str(value))
 
 
@@ -207,24 +217,41 @@ def _marked(text: str, where: str) -> MarkedText:
 
 
 def _wrapped(value: Any, name: str) -> Any:
-    """A value for a template: text marked at any depth, nulls made to fail as text."""
+    """A value for a template: text marked at any depth, keys too, nulls made to fail as text."""
     if isinstance(value, str):
         return _marked(value, name)
     if isinstance(value, bytes):
         raise RowFault(f"column {name!r} holds bytes, which are not text")
     if isinstance(value, Mapping):
-        return {str(key): _wrapped(item, name) for key, item in value.items()}
+        return {_marked(str(key), name): _wrapped(item, name) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_wrapped(item, name) for item in value]
     return NullValue(name=name) if _is_null(value) else value
 
 
 def _kind(value: Any) -> str:
+    """A value of a row in words, in short."""
     if isinstance(value, Mapping):
         return "a map"
     if isinstance(value, list | tuple):
         return "a list"
-    return "bytes" if isinstance(value, bytes) else f"{type(value).__name__} {value!r:.60}"
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, str):
+        return f'the text "{value:.60}"'
+    if isinstance(value, int | float):
+        return f"the number {value!r:.60}"
+    return "bytes" if isinstance(value, bytes) else f"a {type(value).__name__}"
+
+
+def _no_messages(value: Any, column: str) -> str:
+    """What is in place of a conversation, and what to do with it."""
+    said = f"{_kind(value)}, which is not a list of messages"
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        return f"{said}; if that is JSON, store it as a list of {{role, content}}"
+    if isinstance(value, Mapping):
+        return f'{said}; to prompt with it use prompt.user: "{{{{ {column} | tojson }}}}"'
+    return f'{said}; to prompt with it use prompt.user: "{{{{ {column} }}}}"'
 
 
 def _no_column(name: str, columns: Sequence[str]) -> str:

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from batchmla.errors import JobError
+from batchmla.text.environment import chat_environment
 from batchmla.text.marked import MarkedText
-from batchmla.text.template import MarkedTemplate, TemplateFault, chat_environment
+from batchmla.text.template import MarkedTemplate, TemplateFault
 from batchmla.text.tokenizer import Tokenizer
 
 Thinking = Literal["auto", "on", "off"]

@@ -8,7 +8,6 @@ vocabularies add such) are plain text and not treated here.
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
 
 from batchmla.text.marked import MarkedText, Span
 
@@ -54,7 +53,6 @@ class ControlStrings:
         normalized = [token.content for token in kept if token.normalized]
         self._stages = tuple(_Finder(stage) for stage in (raw, normalized) if stage)
         self._any = _Finder(self._by_content) if kept else None
-        self._longest = max((len(token.content) for token in kept), default=0)
 
     def matches(self, text: str) -> list[Match]:
         """Leftmost, then longest, in order; none overlap."""
@@ -93,30 +91,14 @@ class ControlStrings:
                     found.append(Match(match.start + start, match.end + start, match.token))
         return found
 
-    def dangers(self, text: str) -> list[Span]:
-        """Where row text holds a control string, or a piece that its neighbours could complete."""
-        if self._any is None or not text:
-            return []
-        spans = list(self._any.find(text, 0, len(text)))
-        prefixes, suffixes, joined = self._pieces
-        size = len(text)
-        if size < self._longest and text in joined:
-            return [(0, size)]
-        reach = min(size, self._longest - 1)
-        head = next((n for n in range(reach, 0, -1) if text[:n] in suffixes), 0)
-        tail = next((n for n in range(reach, 0, -1) if text[size - n :] in prefixes), 0)
-        if head:
-            spans.append((0, head))
-        if tail:
-            spans.append((size - tail, size))
-        return _merged(spans)
+    def alike(self, text: str) -> set[str]:
+        """The control strings that a text holds in whatever case of letters, case-folded."""
+        folded = text.casefold()
+        return {own for token in self.tokens if (own := token.content.casefold()) in folded}
 
-    @cached_property
-    def _pieces(self) -> tuple[frozenset[str], frozenset[str], str]:
-        contents = list(self._by_content)
-        prefixes = frozenset(text[:n] for text in contents for n in range(1, len(text)))
-        suffixes = frozenset(text[n:] for text in contents for n in range(1, len(text)))
-        return prefixes, suffixes, "\0".join(contents)
+    def spans(self, text: str) -> list[Span]:
+        """Where a text holds control strings, whatever stands around them; none overlap."""
+        return [] if self._any is None else list(self._any.find(text, 0, len(text)))
 
 
 class _Finder:
@@ -164,13 +146,3 @@ def _is_space(character: str) -> bool:
 def _gaps(matches: list[Match], size: int) -> list[Span]:
     edges = [0, *(edge for match in matches for edge in (match.start, match.end)), size]
     return [(a, b) for a, b in zip(edges[::2], edges[1::2], strict=True) if a < b]
-
-
-def _merged(spans: list[Span]) -> list[Span]:
-    merged: list[Span] = []
-    for start, end in sorted(spans):
-        if merged and start <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
-        else:
-            merged.append((start, end))
-    return merged

@@ -49,9 +49,19 @@ class MarkedText:
             return self
         return self.cut(start, max(start, end))
 
-    def unmarked(self) -> tuple[str, ...]:
+    def also(self, spans: Iterable[Span]) -> "MarkedText":
+        """With these characters marked, too."""
+        merged: list[Span] = []
+        for start, end in sorted([*self.spans, *spans]):
+            if merged and start <= merged[-1][1]:
+                merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
+            else:
+                merged.append((start, end))
+        return MarkedText(self.text, tuple(merged))
+
+    def unmarked(self) -> list[str]:
         """The texts of the maximal runs that are not row text."""
-        return tuple(self.text[start:end] for start, end, is_row in self.runs() if not is_row)
+        return [self.text[start:end] for start, end, is_row in self.runs() if not is_row]
 
     def runs(self) -> Iterator[tuple[int, int, bool]]:
         """(start, end, is row text) of every maximal run, in order, together the whole text."""

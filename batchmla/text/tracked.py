@@ -1,14 +1,15 @@
 """A string that carries row-text marks through what a template does to it.
 
 It behaves as `str` does, character for character. Concatenation, slicing, splitting, stripping and
-replacing keep the marks exactly; any other method that yields text marks all of it. Operations
-that C code performs behind its back (`str.join`, JSON encoding) drop the marks, which
-`template.py` finds out and answers.
+replacing keep the marks exactly; any other method that yields text marks all of it and calls that
+rough. Operations that C code performs behind its back (`str.join`, JSON encoding) drop the marks.
+`origin.py` finds the marks of both kinds of results.
 
 With a `watch` list it also notes every operation whose outcome depends on the characters, which is
 how `chat.py` learns whether a template passes a message's text through unread.
 """
 
+import operator
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, SupportsIndex
 
@@ -21,14 +22,25 @@ Watch = list[str]
 class TrackedText(str):
     """See the module's docstring. Made by `TrackedText.of`."""
 
-    __slots__ = ("spans", "watch")
+    __slots__ = ("doubts", "is_rough", "spans", "watch")
 
+    doubts: frozenset[str]  # control strings of the template that the marks may cover
+    is_rough: bool  # whether the marks are not found yet
     spans: tuple[Span, ...]
     watch: Watch | None
 
     @classmethod
-    def of(cls, marked: MarkedText, watch: Watch | None = None) -> "TrackedText":
+    def of(
+        cls,
+        marked: MarkedText,
+        watch: Watch | None = None,
+        *,
+        doubts: frozenset[str] = frozenset(),
+        is_rough: bool = False,
+    ) -> "TrackedText":
         made = cls(marked.text)
+        made.doubts = doubts
+        made.is_rough = is_rough
         made.spans = marked.spans
         made.watch = watch
         return made
@@ -39,9 +51,11 @@ class TrackedText(str):
         texts = list(bounded_parts(parts))
         if not any(isinstance(text, cls) for text in texts):
             return "".join(texts)
-        watch = next(text.watch for text in texts if isinstance(text, cls))
+        tracked = [text for text in texts if isinstance(text, cls)]
         joined = MarkedText.join(text.marked() if isinstance(text, cls) else text for text in texts)
-        return cls.of(joined, watch)
+        is_rough = any(text.is_rough for text in tracked)
+        doubts = frozenset().union(*(text.doubts for text in tracked))
+        return cls.of(joined, tracked[0].watch, doubts=doubts, is_rough=is_rough)
 
     def marked(self) -> MarkedText:
         """The plain text with its spans."""
@@ -53,7 +67,8 @@ class TrackedText(str):
 
     def _cut(self, start: int, end: int) -> "TrackedText":
         text = _plain(self)[start:end]
-        return TrackedText.of(MarkedText(text, cut_spans(self.spans, start, end)), self.watch)
+        marked = MarkedText(text, cut_spans(self.spans, start, end))
+        return TrackedText.of(marked, self.watch, doubts=self.doubts, is_rough=self.is_rough)
 
     def _found(self, pieces: Iterable[str]) -> list["TrackedText"]:
         """`pieces`, which follow one another in this text, with their marks."""
@@ -71,9 +86,13 @@ class TrackedText(str):
         return self
 
     def __add__(self, other: str) -> str:
+        if not isinstance(other, str):
+            return NotImplemented
         return TrackedText.concat((self, other))
 
     def __radd__(self, other: str) -> str:
+        if not isinstance(other, str):
+            return NotImplemented
         return TrackedText.concat((other, self))
 
     def __bool__(self) -> bool:
@@ -104,8 +123,9 @@ class TrackedText(str):
             start, stop, step = key.indices(str.__len__(self))
             if step == 1:
                 return self._cut(start, max(start, stop))
-            return TrackedText.of(MarkedText.of_row(str.__getitem__(self, key)), self.watch)
-        index = key.__index__()
+            whole = TrackedText.concat(self._cut(at, at + 1) for at in range(start, stop, step))
+            return whole if whole else self._cut(0, 0)
+        index = operator.index(key)
         size = str.__len__(self)
         if not -size <= index < size:
             raise IndexError("string index out of range")
@@ -165,7 +185,7 @@ class TrackedText(str):
         self._read("replace")
         if not old:
             text = str.replace(self, old, new, count)
-            return TrackedText.of(MarkedText.of_row(text), self.watch)
+            return TrackedText.of(MarkedText.of_row(text), self.watch, is_rough=True)
         pieces = self._pieces(str.split(self, old, count), old)
         parts: list[str] = []
         for piece in pieces:
@@ -187,14 +207,15 @@ _plain = str.__str__  # of a subclass: the exact string
 
 
 def _reading(name: str) -> Callable[..., Any]:
-    """A method of `str` that notes its use; text that it yields is row text from end to end."""
+    """A method of `str` that notes its use; text that it yields is marked from end to end."""
     plain = getattr(str, name)
 
     def method(self: TrackedText, *args: Any, **kwargs: Any) -> Any:
         self._read(name)
         result = plain(self, *args, **kwargs)
         if isinstance(result, str):
-            return TrackedText.of(MarkedText.of_row(_plain(result)), self.watch)
+            marked = MarkedText.of_row(_plain(result))
+            return TrackedText.of(marked, self.watch, is_rough=True)
         return result
 
     method.__name__ = name
