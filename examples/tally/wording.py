@@ -51,7 +51,7 @@ HEADERS = {
         "{vendor}\nReceipt",
         "RECEIPT\n{vendor}",
         "Thank you for shopping at {vendor}!",
-        "{vendor} - sales slip",
+        "{vendor}, sales slip",
         "{vendor}\nYour purchase today:",
         "Welcome to {vendor}",
     ),
@@ -85,7 +85,7 @@ ITEM_LINES = (
     "{name} | {p} | x{q}",
 )
 LABELS = "ABCDEF"
-MARKERS = ("({i}) ", "[{i}] ", "{i}) ", "{i}: ", "{i}/ ", "{i} - ")
+MARKERS = ("({i}) ", "[{i}] ", "{i}) ", "{i}: ", "{i}/ ", "{i}. ")
 PROSE_LINES = (0, 1, 2, 8)
 PROSE_MARKERS = (0, 1)
 JOINERS = ("\n", "; ", ", ")
@@ -103,13 +103,13 @@ NOTES = (
     "Ref {n3}/{n2}",
 )
 DISCOUNTS = (
-    "Discount: {d}",
+    "Discount: -{d}",
     "Coupon -{d}",
-    "less a voucher of {d}",
-    "We deduct {d} for the returned crate.",
-    "minus {d} discount",
-    "Your rebate: {d}",
-    "Credit applied: {d}",
+    "Voucher used: -{d}",
+    "For the returned crate -{d}",
+    "You save -{d}",
+    "Your rebate: -{d}",
+    "Credit applied: -{d}",
 )
 FOOTERS = (
     "",
