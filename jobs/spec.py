@@ -17,7 +17,7 @@ from batchmla.errors import JobError
 from batchmla.jobs.settings import JobSpec
 from batchmla.jobs.unbuilt import unbuilt_faults
 from batchmla.jobs.wording import known_keys, nearest, unknown_keys, value_faults
-from batchmla.jobs.yaml_text import KeyPath, parse_yaml
+from batchmla.jobs.yaml_text import KeyPath, key_word, parse_yaml
 
 Source = Literal["file", "set", "default"]
 
@@ -123,7 +123,7 @@ def _remove(raw: dict[Any, Any], paths: list[KeyPath]) -> None:
         for key in above:
             section = section.get(key) if isinstance(section, dict) else None
         if isinstance(section, dict):
-            for key in [key for key in section if str(key) == last]:
+            for key in [key for key in section if key_word(key) == last]:
                 del section[key]
 
 

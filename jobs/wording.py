@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
-from batchmla.jobs.yaml_text import KeyPath
+from batchmla.jobs.yaml_text import KeyPath, key_word
 
 # what users of other tools write, and the key it is here
 _OTHER_NAMES = {
@@ -65,7 +65,7 @@ def _unknown_below(
     raw: Mapping[Any, Any], above: KeyPath, known: Mapping[KeyPath, Any]
 ) -> Iterator[tuple[KeyPath, str]]:
     for key, value in raw.items():
-        path = (*above, str(key))
+        path = (*above, key_word(key))
         if path in known and isinstance(key, str):
             if isinstance(value, Mapping) and any(p[: len(path)] == path != p for p in known):
                 yield from _unknown_below(value, path, known)
@@ -73,7 +73,7 @@ def _unknown_below(
         yield path, f"unknown key {'.'.join(path)}{_hint(path, known)}"
         is_foreign_section = isinstance(value, Mapping) and path not in known
         for leaf in value if is_foreign_section else ():
-            inner = (*path, str(leaf))
+            inner = (*path, key_word(leaf))
             yield inner, f"unknown key {'.'.join(inner)}{_hint(inner, known)}"
 
 
@@ -144,11 +144,20 @@ def show_value(value: Any) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, Mapping):
-        return f"the map {{{', '.join(str(key) for key in value)}}}"
+        return f"the map {{{', '.join(key_word(key) for key in value)}}}"
     if isinstance(value, list | tuple):
-        shown = ", ".join(map(str, value))
+        shown = ", ".join(_item(each) for each in value)
         return f"the list [{shown if len(shown) <= 60 else shown[:57] + '...'}]"
     return str(value)
+
+
+def _item(value: Any) -> str:
+    """A value inside a list: text without quotes, the rest as above."""
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(key_word(key) for key in value)}}}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(_item(each) for each in value)}]"
+    return key_word(value)
 
 
 def _section_of(annotation: Any) -> type[BaseModel] | None:

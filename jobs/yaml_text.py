@@ -11,6 +11,7 @@ from typing import Any
 
 from ruamel.yaml import YAML
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
+from ruamel.yaml.reader import ReaderError
 
 from batchmla.errors import JobError
 
@@ -24,6 +25,21 @@ _FLOAT = re.compile(r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?\
 _INF = re.compile(r"[-+]?\.(?:inf|Inf|INF)\Z")
 _NAN = re.compile(r"\.(?:nan|NaN|NAN)\Z")
 _MAX_NODES = 100_000  # aliases may multiply a small text
+
+_WORDS = (  # how a complaint of the parser begins, and what it means
+    ("expected ',' or ']'", "a list that begins with [ is not closed, or a comma is missing"),
+    ("expected ',' or '}'", "a map that begins with { is not closed, or a comma is missing"),
+    ("expected '<document start>'", "a bracket closes that none opened, or text follows a value"),
+    ("found character '\\t'", "a tab cannot indent; use spaces"),
+    ("found character '\t'", "a tab cannot indent; use spaces"),
+    ("found character '", "text that begins with @, ` or % needs quotes"),
+    ("found unexpected end of stream", "a quoted text is not closed"),
+    ("mapping values are not allowed", "a colon where no key can be; text with a colon and a space "
+     "inside needs quotes"),
+    ("expected chomping", "after | or > the text begins on the next line"),
+    ("expected <block end>", "this line does not fit the indentation of those above it"),
+    ("could not find expected ':'", "a key without a colon behind it"),
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +58,37 @@ def parse_yaml(text: str, where: str) -> YamlText:
     except MarkedYAMLError as fault:
         mark = fault.problem_mark or fault.context_mark
         line = "" if mark is None else f", line {mark.line + 1}"
-        raise JobError(f"{where}{line}: not valid YAML: {fault.problem or fault.context}") from None
-    except (YAMLError, RecursionError) as fault:
+        words = _in_words(fault.problem or fault.context or "it cannot be read")
+        raise JobError(f"{where}{line}: not valid YAML: {words}") from None
+    except ReaderError as fault:
+        code = fault.character if isinstance(fault.character, int) else ord(fault.character)
+        raise JobError(
+            f"{where}: not valid YAML: the character U+{code:04X} is not allowed; remove it"
+        ) from None
+    except RecursionError:
+        raise JobError(f"{where}: not valid YAML: it is nested too deeply") from None
+    except YAMLError as fault:
         raise JobError(f"{where}: not valid YAML: {' '.join(str(fault).split())}") from None
+
+
+def _in_words(problem: str) -> str:
+    """A parser's complaint as what to do."""
+    return next((words for start, words in _WORDS if problem.startswith(start)), "") or _bare(
+        problem
+    )
+
+
+def _bare(problem: str) -> str:
+    """A complaint that has no words of ours, without Python's way of writing."""
+    bare = re.sub(r"\('([^']*)',?\)", r"'\1'", problem)
+    return re.sub(r"'(<stream end>|\\x00|\x00)'", "the end of the text", bare)
+
+
+def key_word(key: Any) -> str:
+    """A key as a job file spells it."""
+    if key is None or isinstance(key, bool):
+        return {None: "null", True: "true", False: "false"}[key]
+    return str(key)
 
 
 def core_scalar(text: str) -> Any:
@@ -151,9 +195,9 @@ class _Reader:
                 raise self._fault(
                     event, "a key must be a plain word; text that begins with { needs quotes"
                 )
-            shown = ".".join((*path, str(key)))
+            shown = ".".join((*path, key_word(key)))
             if key in values:
                 raise self._fault(event, f"the key {shown} is given twice")
-            self._lines[(*path, str(key))] = event.start_mark.line + 1
-            values[key] = self._node(next(self._events), (*path, str(key)))
+            self._lines[(*path, key_word(key))] = event.start_mark.line + 1
+            values[key] = self._node(next(self._events), (*path, key_word(key)))
         return values

@@ -105,12 +105,23 @@ def test_quoted_scalars_are_text_and_anchors_are_shared() -> None:
         ("a: *nobody\n", "f, line 1: *nobody names no anchor"),
         ("a: " + "[" * 480, "not valid YAML"),
         ("[1, 2]: 3\n", "a key must be a plain word"),
+        ("a: {b: 1", "f, line 1: not valid YAML: a map that begins with { is not closed"),
+        ("{a: 1}}", "f, line 1: not valid YAML: a bracket closes that none opened"),
+        ("a: @b", "f, line 1: not valid YAML: text that begins with @, ` or % needs quotes"),
+        ("a:\n\t- b", "f, line 2: not valid YAML: a tab cannot indent; use spaces"),
+        ('a: "x', "not valid YAML: a quoted text is not closed"),
+        ("a:\n - 1\n b: 2", "f, line 3: not valid YAML: this line does not fit the indentation"),
+        ("a: &", "found the end of the text"),
+        ("a: \x01", "f: not valid YAML: the character U+0001 is not allowed; remove it"),
+        ("~: 1\nnull: 2", "f, line 2: the key null is given twice"),
+        ("x: {true: 1, True: 2}", "f, line 1: the key x.true is given twice"),
     ],
 )
 def test_faulty_yaml_is_named_with_its_line(text: str, said: str) -> None:
     with pytest.raises(JobError) as caught:
         parse_yaml(text, "f")
     assert said in str(caught.value)
+    assert "('" not in str(caught.value) and "None" not in str(caught.value)
 
 
 def test_a_job_file_must_be_there_and_be_a_map(tmp_path: Path) -> None:
@@ -150,6 +161,9 @@ def test_empty_file_names_what_is_missing(tmp_path: Path) -> None:
         ("engine: {tensor_parallel_size: 2}", "here it is model.parallel.tensor"),
         ("errors: {1: 2}", "unknown key errors.1"),
         ("output_path: x", "unknown key output_path"),
+        ("null: 3", "unknown key null"),
+        ("true: {~: 3}", "unknown key true.null"),
+        ("engine: [{~: 1}, null, [true]]", "the list [{null}, null, [true]]"),
     ],
 )
 def test_unknown_keys_name_the_nearest(tmp_path: Path, line: str, said: str) -> None:
