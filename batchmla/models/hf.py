@@ -60,8 +60,11 @@ class Fields:
         value = self._given(name, "a positive number") if default is None else self.raw.get(name)
         if value is None and default is not None:
             return default
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not is_number or not 1e-30 < value < 1e30:
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, int | float)
+            or not 1e-30 < value < 1e30
+        ):
             raise JobError(f"{self.where}: {name} must be a positive number, not {shown(value)}")
         return float(value)
 

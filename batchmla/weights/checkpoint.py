@@ -5,7 +5,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from safetensors import safe_open
@@ -225,12 +225,12 @@ def _read_entry(path: Path, info: Any) -> tuple[Entry, int, int] | None:
     if not isinstance(info, dict) or str(info.get("dtype")) not in DTYPE_BYTES:
         return None
     shape, place = info.get("shape"), info.get("data_offsets")
-    if not (_are_counts(shape) and _are_counts(place)) or len(place) != 2:
+    if not _are_counts(shape) or not _are_counts(place) or len(place) != 2:
         return None
     return Entry(path, info["dtype"], tuple(shape)), place[0], place[1]
 
 
-def _are_counts(values: Any) -> bool:
+def _are_counts(values: Any) -> TypeGuard[list[int]]:
     return isinstance(values, list) and all(
         isinstance(value, int) and not isinstance(value, bool) and value >= 0 for value in values
     )
