@@ -7,15 +7,25 @@ by its groups: `batchmla.attention.exact_groups` cuts them by position alone.
 """
 
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
-from batchmla.kernels.cpu.attention import Attention, LatentProducts, from_latent, to_latent
+from batchmla.kernels.cpu.attention import (
+    Attention,
+    LatentProducts,
+    from_latent,
+    to_latent,
+    write,
+)
 from batchmla.kernels.cpu.linear import Linears, act_mul, one_linear
 from batchmla.kernels.cpu.moe import choose
+from batchmla.kernels.cpu.norm import norm, rotate_halves
 from batchmla.kernels.cpu.rows import (
+    FEW_ROWS,
+    MANY_ROWS,
     TRIAL_ROWS,
     Product,
     RowCounts,
@@ -25,7 +35,7 @@ from batchmla.kernels.cpu.rows import (
 )
 from batchmla.kernels.cpu.scratch import Scratch
 from batchmla.kernels.cpu.table import make_ops
-from batchmla.kernels.ops import MlaDims, Ops, Packed, PackKind, RouterDims
+from batchmla.kernels.ops import MlaDims, Ops, Packed, PackKind, RopeLayout, RouterDims
 
 
 def exact_act_mul(gate_up_TF: torch.Tensor) -> torch.Tensor:
@@ -35,6 +45,24 @@ def exact_act_mul(gate_up_TF: torch.Tensor) -> torch.Tensor:
         return act_mul(gate_up_TF)
     gate_TF, up_TF = gate_up_TF.chunk(2, dim=-1)
     return gate_TF.neg().exp_().add_(1).reciprocal_().mul_(gate_TF).mul_(up_TF)
+
+
+def exact_write_latent(
+    cache_PBW: torch.Tensor,
+    slots_T: torch.Tensor,
+    latent_TX: torch.Tensor,
+    weight_C: torch.Tensor,
+    eps: float,
+    cos_TR: torch.Tensor,
+    sin_TR: torch.Tensor,
+) -> None:
+    """norm ‖ rope into the cache. Complex products round the end of a thread's share differently,
+    so both ropes of exact mode rotate halves."""
+    width = weight_C.shape[0]
+    pe_TR = latent_TX[:, width:].clone()
+    rotate_halves(pe_TR[:, None], cos_TR, sin_TR, RopeLayout.INTERLEAVED)
+    rows_TX = torch.cat((norm(latent_TX[:, :width], weight_C, eps), pe_TR), dim=1)
+    write(cache_PBW, slots_T, rows_TX)
 
 
 class ExactProducts:
@@ -79,13 +107,13 @@ class ExactProducts:
     ) -> torch.Tensor:
         """Each expert over its tokens in blocks; a token's experts are summed as it chose them.
 
-        The blocks lie one after the other in one gathered tensor; token 0 pads them.
+        The blocks of all experts lie one after the other in one gathered tensor; token 0 pads them.
         """
-        counts = self._trials.common(self._counts(up, x_TM.dtype), self._counts(down, x_TM.dtype))
+        up_counts, down_counts = (self._counts(weight, x_TM.dtype) for weight in (up, down))
         ids_X = ids_TA.flatten().numpy()
-        order_X = np.argsort(ids_X, kind="stable")
+        order_X = np.argsort(ids_X.astype(np.uint16), kind="stable")
         received_E = np.bincount(ids_X, minlength=up.shape[0])
-        blocks_E = [counts.cut(received) for received in received_E.tolist()]
+        blocks_E = [up_counts.cut(received) for received in received_E.tolist()]
         sizes_E = np.array([sum(blocks) for blocks in blocks_E])
         shift_E = (np.cumsum(sizes_E) - sizes_E) - (np.cumsum(received_E) - received_E)
         place_X = np.arange(len(ids_X)) + np.repeat(shift_E, received_E)
@@ -94,13 +122,18 @@ class ExactProducts:
         row_X = np.empty_like(place_X)
         row_X[order_X] = place_X
 
-        rows_NM, out, start = x_TM.index_select(0, torch.from_numpy(token_N)), [], 0
+        rows_NM, hidden, start = x_TM.index_select(0, torch.from_numpy(token_N)), [], 0
         for expert, blocks in enumerate(blocks_E):
             for count in blocks:
                 block_XM = aligned(rows_NM[start : start + count], count)
-                hidden_XF = exact_act_mul(one_linear(block_XM, up, expert))
-                out.append(one_linear(hidden_XF, down, expert))
+                hidden.append(one_linear(block_XM, up, expert))
                 start += count
+        hidden_NF, out, start = exact_act_mul(torch.cat(hidden)), [], 0
+        for expert, size in enumerate(sizes_E.tolist()):
+            if size:
+                x_XF = hidden_NF[start : start + size]
+                out.append(down_counts.run(x_XF, partial(one_linear, weight=down, index=expert)))
+                start += size
         return F.embedding_bag(
             torch.from_numpy(row_X).view(ids_TA.shape),
             torch.cat(out),
@@ -129,8 +162,9 @@ class ExactProducts:
     def _counts(
         self, weight: Packed, dtype: torch.dtype, bias_O: torch.Tensor | None = None
     ) -> RowCounts:
-        """Of a linear or of one expert of this shape."""
-        kind = PackKind.LINEAR if len(weight.shape) == 3 else weight.kind
+        """Of a linear or of one expert of this shape; an expert gets few rows of a step."""
+        is_expert = len(weight.shape) == 3
+        kind = PackKind.LINEAR if is_expert else weight.kind
         out_features, in_features = weight.shape[-2:]
 
         def make() -> tuple[Product, torch.Tensor]:
@@ -138,8 +172,8 @@ class ExactProducts:
             trial = self._linears.pack(kind, w_OI)
             return lambda block: self._linears.linear(block, trial, bias_O), x_TI
 
-        key = (kind, out_features, in_features, dtype, bias_O is not None)
-        return self._trials.counts(key, make)
+        key = (weight.kind, out_features, in_features, dtype, bias_O is not None)
+        return self._trials.counts(key, make, FEW_ROWS if is_expert else MANY_ROWS)
 
     def _head_counts(self, up_HXC: torch.Tensor, dims: MlaDims, *, is_up: bool) -> RowCounts:
         """Of the products of all heads with UK or with UV."""
@@ -174,4 +208,6 @@ def make_exact() -> Ops:
         route=products.route,
         experts=products.experts,
         act_mul=exact_act_mul,
+        rope=rotate_halves,
+        write_latent=exact_write_latent,
     )

@@ -37,6 +37,13 @@ def rope(
         pairs_THR.mul_(torch.complex(cos_TR, sin_TR)[:, None])
         x_THR.copy_(wide_THR)
         return
+    rotate_halves(x_THR, cos_TR, sin_TR, layout)
+
+
+def rotate_halves(
+    x_THR: torch.Tensor, cos_TR: torch.Tensor, sin_TR: torch.Tensor, layout: RopeLayout
+) -> None:
+    """Rotates in place, both halves from one float32 copy; rounds alike wherever a row stands."""
     cos_T1R, sin_T1R = cos_TR[:, None], sin_TR[:, None]
     if layout is RopeLayout.INTERLEAVED:
         first, second = x_THR[..., 0::2], x_THR[..., 1::2]

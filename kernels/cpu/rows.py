@@ -16,7 +16,8 @@ logger = logging.getLogger(__name__)
 
 Product = Callable[[torch.Tensor], torch.Tensor]  # [T, I] -> [T, O], or with more axes before T
 
-BASE_ROWS = 64  # what every other count has to agree with
+MANY_ROWS = 64  # the other counts have to agree with this one, where products have many rows
+FEW_ROWS = 16  # and with this one where they have few
 COUNTS = (1, 2, 4, 8, 16, 32, 48, 64, 128, 256, 512)
 TRIAL_ROWS = 512
 CALL_COST_ROWS = 32  # a call costs about as much as so many more rows in it
@@ -76,35 +77,38 @@ class RowTrials:
 
     def __init__(self) -> None:
         self._known: dict[Hashable, RowCounts] = {}
+        self._made: dict[tuple[int, ...], RowCounts] = {}
 
-    def counts(self, key: Hashable, make: Callable[[], tuple[Product, torch.Tensor]]) -> RowCounts:
+    def counts(
+        self,
+        key: Hashable,
+        make: Callable[[], tuple[Product, torch.Tensor]],
+        base_rows: int = MANY_ROWS,
+    ) -> RowCounts:
         """Of the products that `key` names; `make` gives one such product and TRIAL_ROWS rows."""
         known = self._known.get(key)
         if known is None:
-            known = self._known[key] = RowCounts.of(find_counts(*make()))
+            known = self._known[key] = self._of(find_counts(*make(), base_rows))
             logger.debug("rows of %s: %s", key, known.counts)
         return known
 
-    def common(self, first: RowCounts, second: RowCounts) -> RowCounts:
-        """Counts that both allow."""
-        key = (first.counts, second.counts)
-        if key not in self._known:
-            both = tuple(count for count in first.counts if count in second.counts)
-            self._known[key] = RowCounts.of(both or (1,))
-        return self._known[key]
+    def _of(self, counts: tuple[int, ...]) -> RowCounts:
+        if counts not in self._made:
+            self._made[counts] = RowCounts.of(counts)
+        return self._made[counts]
 
 
-def find_counts(product: Product, x: torch.Tensor) -> tuple[int, ...]:
-    """The counts that give every row of x the bits it gets in a block of BASE_ROWS."""
+def find_counts(product: Product, x: torch.Tensor, base_rows: int) -> tuple[int, ...]:
+    """The counts that give every row of x the bits it gets in a block of `base_rows`."""
     axis, total = x.dim() - 2, x.shape[-2]
 
     def rows(start: int, count: int) -> torch.Tensor:
         return product(aligned(x.narrow(axis, start, count), count))
 
-    starts = range(0, total, BASE_ROWS)
-    expected = torch.cat([rows(start, BASE_ROWS) for start in starts], dim=axis)
-    turned = product(x.narrow(axis, 0, BASE_ROWS).flip(axis).contiguous()).flip(axis)
-    if not torch.equal(turned, expected.narrow(axis, 0, BASE_ROWS)):
+    starts = range(0, total, base_rows)
+    expected = torch.cat([rows(start, base_rows) for start in starts], dim=axis)
+    turned = product(x.narrow(axis, 0, base_rows).flip(axis).contiguous()).flip(axis)
+    if not torch.equal(turned, expected.narrow(axis, 0, base_rows)):
         logger.warning("products depend on the place of a row here; exact mode runs row by row")
         return (1,)
     return tuple(
