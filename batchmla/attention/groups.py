@@ -14,13 +14,15 @@ from batchmla.kernels.ops import Group, Groups
 from batchmla.kv.step import HostInts, Step
 
 MAX_DECODE_GROUPS = 4
+MAX_CHUNK_KEYS = 2048  # of chunks attended together; more keys outgrow the caches
 GROUP_COST_KEYS = (
     512  # what one more call costs, in gathered keys (about 60 µs against 0.1 µs a key)
 )
 
 
 def make_groups(step: Step, sequences: HostInts, dtype: torch.dtype) -> Groups:
-    """Groups that cover `sequences`: those with one query by length, every chunk on its own."""
+    """Groups that cover `sequences`: those with one query by length, chunks with those
+    of the same size and context."""
     queries_S = np.diff(step.host_starts_S1)
     decodes = sequences[queries_S[sequences] == 1]
     chunks = sequences[queries_S[sequences] > 1]
@@ -29,11 +31,11 @@ def make_groups(step: Step, sequences: HostInts, dtype: torch.dtype) -> Groups:
         members.append(_decode_group(step, bucket, first_row, dtype))
         rows.append(step.host_starts_S1[bucket])
         first_row += len(bucket)
-    for sequence in chunks:
-        start, end = (int(row) for row in step.host_starts_S1[sequence : sequence + 2])
-        members.append(_chunk_group(step, int(sequence), end - start, first_row, dtype))
-        rows.append(np.arange(start, end))
-        first_row += end - start
+    for alike in _alike(chunks, queries_S, step.host_context_S):
+        num_queries = int(queries_S[alike[0]])
+        members.append(_chunk_group(step, alike, num_queries, first_row, dtype))
+        rows.append((step.host_starts_S1[alike][:, None] + np.arange(num_queries)).ravel())
+        first_row += len(alike) * num_queries
     order = np.concatenate(rows)
     is_all = len(order) == step.host_starts_S1[-1] and bool((np.diff(order) == 1).all())
     rows_N = None if is_all else torch.from_numpy(order).to(step.tokens_T.device)
@@ -94,19 +96,31 @@ def _decode_group(step: Step, sequences: HostInts, first_row: int, dtype: torch.
     )
 
 
+def _alike(chunks: HostInts, queries_S: HostInts, context_S: HostInts) -> Sequence[HostInts]:
+    """Chunks with the same numbers of queries and keys, up to MAX_CHUNK_KEYS keys together."""
+    sizes: dict[tuple[int, int], list[int]] = {}
+    for sequence in chunks.tolist():
+        sizes.setdefault((int(queries_S[sequence]), int(context_S[sequence])), []).append(sequence)
+    parts = []
+    for (_, num_keys), members in sizes.items():
+        most = max(1, MAX_CHUNK_KEYS // num_keys)
+        parts += [np.array(members[at : at + most]) for at in range(0, len(members), most)]
+    return parts
+
+
 def _chunk_group(
-    step: Step, sequence: int, num_queries: int, first_row: int, dtype: torch.dtype
+    step: Step, sequences: HostInts, num_queries: int, first_row: int, dtype: torch.dtype
 ) -> Group:
-    num_keys = int(step.host_context_S[sequence])
+    num_keys = int(step.host_context_S[sequences[0]])
     bias = None
     if num_keys > num_queries:
         device = step.tokens_T.device
         visible_Q = torch.arange(num_keys - num_queries + 1, num_keys + 1, device=device)
         seen_QL = torch.arange(num_keys, device=device) < visible_Q[:, None]
-        bias = bias_of(seen_QL[None], dtype)
-    pages_GP, first_page = page_table(step, np.array([sequence]), num_keys)
+        bias = bias_of(seen_QL[None], dtype).expand(len(sequences), -1, -1)
+    pages_GP, first_page = page_table(step, sequences, num_keys)
     return Group(
-        num_sequences=1,
+        num_sequences=len(sequences),
         num_queries=num_queries,
         num_keys=num_keys,
         first_row=first_row,
