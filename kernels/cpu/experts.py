@@ -39,7 +39,8 @@ def padded_rows(counts_E: Counts) -> Counts:
     bounds = np.array([16, 64, 256, 1024])
     steps = np.array([8, 16, 32, 64, 256])
     step_E = steps[np.searchsorted(bounds, counts_E)]
-    return -(-counts_E // step_E) * step_E
+    padded_E: Counts = -(-counts_E // step_E) * step_E
+    return padded_E
 
 
 def _one_by_one(
@@ -60,10 +61,11 @@ def _one_by_one(
 
     rows_NM = x_TM.index_select(0, torch.from_numpy(token_N))
     chosen = [(expert, size) for expert, size in enumerate(sizes_E.tolist()) if size]
-    parts = list(zip((e for e, _ in chosen), rows_NM.split([n for _, n in chosen]), strict=True))
+    borders = np.cumsum([n for _, n in chosen])[:-1].tolist()
+    parts = list(zip((e for e, _ in chosen), torch.tensor_split(rows_NM, borders), strict=True))
     if len(token_N) <= FEW_ROWS * len(chosen):
         hidden_NF = act_mul(torch.cat([one_linear(x, up, expert) for expert, x in parts]))
-        hidden = hidden_NF.split([n for _, n in chosen])
+        hidden = torch.tensor_split(hidden_NF, borders)
         out = [one_linear(h, down, expert) for (expert, _), h in zip(parts, hidden, strict=True)]
     else:
         out = [one_linear(act_mul(one_linear(x, up, expert)), down, expert) for expert, x in parts]

@@ -33,7 +33,7 @@ def rope(
     """
     if layout is RopeLayout.INTERLEAVED and x_THR.shape[-1] % REGISTER_FLOATS == 0:
         wide_THR = x_THR.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
-        pairs_THR = torch.view_as_complex(wide_THR.unflatten(-1, (-1, 2)))
+        pairs_THR = torch.view_as_complex(wide_THR.view(*wide_THR.shape[:-1], -1, 2))
         pairs_THR.mul_(torch.complex(cos_TR, sin_TR)[:, None])
         x_THR.copy_(wide_THR)
         return
