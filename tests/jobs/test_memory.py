@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "pipeline_memory.py"
-SMALL_ROWS, LARGE_ROWS = 10_000, 50_000
+SMALL_ROWS, LARGE_ROWS = 60_000, 200_000  # buffers and windows are full at the smaller one
 NOISE_BYTES = 15_000_000  # far below what keeping each row's text and objects would take
 
 

@@ -1,6 +1,7 @@
 """Tiny random checkpoints in Hugging Face's format; transformers makes them and is the oracle."""
 
 import json
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +84,7 @@ def make_oracle(name: str, seed: int = 0, **changes: Any) -> Any:
     """A transformers model in float32, eager attention, everything random."""
     architecture, fields = TINY[name]
     model_class = getattr(transformers, architecture)
-    config = model_class.config_class(**fields | changes)
+    config = model_class.config_class(**deepcopy(fields | changes))  # it edits rope_parameters
     config._attn_implementation = "eager"
     oracle = model_class(config).eval().float()
     randomise(oracle, seed)
