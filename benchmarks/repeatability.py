@@ -244,7 +244,8 @@ def main() -> None:
                     found["cost"].append(each)
                     print(
                         f"{dtype:9} {each['workload']:8} {each['default_s']:9.2f} "
-                        f"{each['exact_s']:7.2f} {each['ratio']:5.2f} ({each['processor_ratio']:.2f})",
+                        f"{each['exact_s']:7.2f} {each['ratio']:5.2f} "
+                        f"({each['processor_ratio']:.2f})",
                         flush=True,
                     )
     hardware, folder = detect("cpu"), find_model("builtin:tally")
