@@ -84,7 +84,7 @@ class Workspace:
     elements; one chunk's attention as its expanded and padded keys and values, 2 w elements a token
     of context, plus a mask of chunk times context; the logits as four float32 copies for every
     sequence. Decoding gathers one layer's rows of all sequences: up to 1 / num_layers of the pool,
-    `gather_share`.
+    `gather_share`; exact mode pads each sequence's by up to half.
     """
 
     row_width: int
@@ -93,6 +93,7 @@ class Workspace:
     num_layers: int
     max_num_seqs: int
     max_batched_tokens: int
+    is_exact: bool = False
 
     def fixed_bytes(self, max_model_len: int) -> int:
         """The part that does not grow with the pool."""
@@ -105,7 +106,7 @@ class Workspace:
     @property
     def gather_share(self) -> float:
         """Gathered bytes as a share of the pool's."""
-        return 1 / self.num_layers
+        return (1.5 if self.is_exact else 1.0) / self.num_layers
 
 
 def resolve(
@@ -150,6 +151,7 @@ def draft(
         num_layers=config.num_layers,
         max_num_seqs=max_num_seqs,
         max_batched_tokens=max_batched_tokens,
+        is_exact=settle_exact(options, hardware),
     )
     pool = Pool(
         options=options,
