@@ -23,8 +23,8 @@ from batchmla.jobs.signals import Signals, StopRun
 from batchmla.jobs.write import Writer
 
 _LOG = logging.getLogger(__name__)
-_CHANNEL_BYTES = 32 << 20
-_ROW_BYTES = 300  # of the objects around a row's text
+_CHANNEL_BYTES = 8 << 20
+_ROW_BYTES = 1500  # of the objects around a row's text
 _GATHER_S = 0.05
 _JOIN_S = 5.0
 
