@@ -10,7 +10,7 @@ SMALL_ROWS, LARGE_ROWS = 60_000, 200_000  # buffers and windows are full at the 
 
 
 def test_peak_memory_grows_by_less_than_the_promise() -> None:
-    """20 bytes a row plus 50 MB, which the script itself compares; keeping rows takes 350 and up."""
+    """20 bytes a row plus 50 MB, which the script compares; keeping rows takes 350 and up."""
     command = [sys.executable, str(SCRIPT), str(SMALL_ROWS), str(LARGE_ROWS), "--json"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
