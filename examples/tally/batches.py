@@ -14,7 +14,9 @@ from examples.tally.tokens import SampleEncoder
 POOL_DOCUMENTS = 768
 CUT_SHARE = 0.08
 READING_WEIGHT = 3.0
-"""What a token read from the document weighs in the loss, against one of the sums."""
+"""What a token read from the document or copied from the line above weighs, against a sum's."""
+CLOSING_WEIGHT = 8.0
+"""What a token of the total that closes the reasoning weighs: five of them, four look-ups."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,14 +52,25 @@ def make_sample(
     return [*prompt, *reasoning, *answer], len(prompt)
 
 
-def reading(encoder: SampleEncoder, ids: list[int]) -> list[bool]:
-    """Mark the tokens before each line's first space: what is read, not calculated."""
-    marks, is_read = [], True
+def token_weights(encoder: SampleEncoder, ids: list[int]) -> list[float]:
+    """Give each token's weight in the loss.
+
+    Read from the document: all before a line's first space. Copied from the line above: what
+    follows the first `+` of a step. The line that starts with `=` closes the reasoning.
+    """
+    weights, weight, num_pluses, before = [], READING_WEIGHT, 0, encoder.newline[0]
     for token in ids:
-        is_read = is_read and token not in (encoder.space, encoder.end_think)
-        marks.append(is_read)
-        is_read = is_read or token == encoder.newline[0]
-    return marks
+        if token == encoder.equals and before == encoder.newline[0]:
+            weight = CLOSING_WEIGHT
+        elif token in (encoder.space, encoder.end_think):
+            weight, num_pluses = 1.0, 0
+        is_copied = before == encoder.plus and num_pluses == 1
+        weights.append(READING_WEIGHT if is_copied else weight)
+        num_pluses += token == encoder.plus
+        if token == encoder.newline[0]:
+            weight = READING_WEIGHT
+        before = token
+    return weights
 
 
 def make_batch(encoder: SampleEncoder, samples: list[tuple[list[int], int]]) -> Batch:
@@ -70,8 +83,8 @@ def make_batch(encoder: SampleEncoder, samples: list[tuple[list[int], int]]) -> 
     for row, (sample, first) in enumerate(samples):
         ids[row, : len(sample)] = torch.tensor(sample)
         targets[row, first - 1 : len(sample) - 1] = torch.tensor(sample[first:])
-        is_read = torch.tensor(reading(encoder, sample[first:]))
-        weights[row, first - 1 : len(sample) - 1][is_read] = READING_WEIGHT
+        weighed = torch.tensor(token_weights(encoder, sample[first:]))
+        weights[row, first - 1 : len(sample) - 1] = weighed
     return Batch(
         ids=ids,
         targets=targets,

@@ -95,7 +95,7 @@ class SampleEncoder:
             self._id(text) for text in (BOS, EOS, PAD, USER, ASSISTANT, THINK, END_THINK)
         )
         self.newline = self.text_ids("\n")
-        (self.space,) = self.text_ids(" ")
+        (self.space,), (self.plus,), (self.equals,) = map(self.text_ids, " +=")
 
     def _id(self, text: str) -> int:
         token_id = self.tokenizer.token_to_id(text)
