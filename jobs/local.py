@@ -22,6 +22,7 @@ from batchmla.jobs.sampling import read_generation_config, resolve_sampling
 from batchmla.jobs.seams import LoadedEngine, Seams, Table
 from batchmla.jobs.spec import JobSpec
 from batchmla.jobs.store import Store
+from batchmla.models.load import check_model
 from batchmla.text.chat import ChatTemplate
 from batchmla.text.formats.registry import choose_format
 from batchmla.text.reasoning import Reasoner
@@ -130,6 +131,15 @@ def local_text(spec: JobSpec, table: Table, limit_tokens: int | None = None) -> 
     return text
 
 
+def check_local_engine(spec: JobSpec) -> None:
+    """Raises for a checkpoint with a fault, and for a model that does not fit: headers only."""
+    folder = find_model(spec.model.path, spec.model.revision)
+    config = plan_local_engine(spec, folder)
+    check_model(folder, read_config(folder), config.placement, spec.model.load_format)
+    if config.misfit is not None:
+        raise DeviceError(config.misfit)
+
+
 def local_engine(spec: JobSpec) -> LoadedEngine:
     """The engine in this process; a `DeviceError` before weights are read if it does not fit."""
     folder = find_model(spec.model.path, spec.model.revision)
@@ -168,6 +178,7 @@ def local_seams() -> Seams:
         text=local_text,
         engine=local_engine,
         numerics=local_numerics,
+        check=check_local_engine,
     )
 
 

@@ -1,13 +1,14 @@
 """A job from its file to its output: what is checked when, what is left to do, how it ends.
 
-Order: lease, input, text side, manifest, pre-scan, what is done, and only then weights, if rows are
-left. The loop itself is `loop.py`.
+Order: lease, input with its pre-scan, text side, headers of the weights, manifest, what is done,
+and only then the weights, if rows are left. The loop itself is `loop.py`.
 """
 
 import logging
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from batchmla.jobs.loop import Loop
 from batchmla.jobs.manifest import (
     Manifest,
     make_manifest,
+    manifest_path,
     read_manifest,
     settle,
     write_manifest,
@@ -77,11 +79,22 @@ def run_job(
     store = seams.store(output)
     with Signals() as signals:
         try:
-            store.open()
-            with Lease(output), run_log(output):
+            made = store.open()
+            with Lease(output), run_log(output), _nothing_left(store, made):
                 return _Run(loaded, wishes, store, signals, progress, seams).go()
         except StopRun:
             return stopped_early(output, Ledger(store).tally(), signals.signum or 0)
+
+
+@contextmanager
+def _nothing_left(store: Store, made: Sequence[Path]) -> Iterator[None]:
+    """Takes the folders `made` for this run away again when it is refused before it began."""
+    try:
+        yield
+    except BatchmlaError:
+        if store.own in made and not manifest_path(store.root).exists():
+            store.withdraw(made)
+        raise
 
 
 class _Run:
@@ -106,10 +119,11 @@ class _Run:
 
     def go(self) -> Summary:
         """Everything in order."""
+        text, scanned_rows = self.signals.interruptibly(self._look_around)
         if self.wishes.fresh:
             clear_output(self.store)
         self.store.clean()
-        text, scanned_rows, found = self.signals.interruptibly(self._look_around)
+        found = self.signals.interruptibly(lambda: list(self.ledger.published(self.form.schema)))
         self.manifest, is_new = self._manifest(text)
         num_rows = scanned_rows if scanned_rows is not None else self.manifest.num_rows
         self._prepare(found)
@@ -134,13 +148,16 @@ class _Run:
 
     # before the loop
 
-    def _look_around(self) -> tuple[RowText, int | None, list[tuple[Part, bool]]]:
-        """Everything that can be wrong, before anything is written: input, columns, prompts."""
+    def _look_around(self) -> tuple[RowText, int | None]:
+        """Everything that can be wrong, before anything is written or deleted: input, columns,
+        prompts, and, as far as there are rows, the engine's files."""
         self.table = self.seams.table(self.spec)
         scan = self.table.scan(self.spec.input.check)
         self.form = self._part_format()
         text = self.seams.text(self.spec, self.table)
-        return text, scan.num_rows, list(self.ledger.published(self.form.schema))
+        if scan.num_rows != 0:
+            self.seams.check(self.spec)
+        return text, scan.num_rows
 
     def _part_format(self) -> PartFormat:
         settings = self.spec.output

@@ -62,10 +62,14 @@ def _no_numerics(_spec: JobSpec) -> Mapping[str, str]:
     return {}
 
 
+def _no_check(_spec: JobSpec) -> None:
+    """Of an engine that reads no files."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seams:
     """How a run gets its neighbours, in the order of use. `numerics` says what the bits of a row
-    depend on besides the row."""
+    depend on besides the row; `check` raises for what `engine` would refuse, without loading."""
 
     store: Callable[[Path], Store]
     table: Callable[[JobSpec], Table]
@@ -73,3 +77,4 @@ class Seams:
     engine: Callable[[JobSpec], LoadedEngine]
     pace: Pace = field(default_factory=Pace)  # of the journal
     numerics: Callable[[JobSpec], Mapping[str, str]] = _no_numerics
+    check: Callable[[JobSpec], None] = _no_check

@@ -6,7 +6,7 @@ place where no output can lie is a `JobError` that names output.path.
 
 import errno
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -95,12 +95,25 @@ class Store:
         self.own = root / "_batchmla"
         self.aside = _aside(root)
 
-    def open(self) -> None:
-        """Makes the folders."""
+    def open(self) -> list[Path]:
+        """Makes the folders; returns those that were not there, the innermost first."""
         with storage_errors(self.root):
             check_place(self.root)
         with storage_errors(self.own):
+            made = [path for path in (self.aside, *self.aside.parents) if not path.exists()]
             self.aside.mkdir(parents=True, exist_ok=True)
+        return made
+
+    def withdraw(self, made: Sequence[Path]) -> None:
+        """Undoes `open` for a run that wrote no more than its lease and its log."""
+        for name in ("lease", "run.log"):
+            with storage_errors(self.own / name):
+                (self.own / name).unlink(missing_ok=True)
+        for path in made:
+            try:
+                path.rmdir()
+            except OSError:
+                return  # somebody else has put something there
 
     def clean(self) -> None:
         """Removes what a killed run left half written; the caller holds the lease."""

@@ -17,7 +17,7 @@ from batchmla.parallel import Par
 from batchmla.placement import Placement
 from batchmla.weights.checkpoint import Checkpoint
 from batchmla.weights.count import WeightCount, count_weights
-from batchmla.weights.load import check, fill_random, load
+from batchmla.weights.load import check, fill_random, load, log_skipped
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ def load_model(
     elif load_format == "safetensors":
         checkpoint = Checkpoint.open(folder)
         rules = family.rules(config)
-        check(checkpoint, rules, placement)
+        log_skipped(check(checkpoint, rules, placement))
         load(model, checkpoint, rules, placement, ops, dtype, device)
     else:
         raise JobError(
@@ -53,6 +53,20 @@ def load_model(
         )
     logger.info("weights of %s loaded in %.1f s", folder, time.monotonic() - start_s)
     return model
+
+
+def check_model(
+    folder: Path,
+    raw_config: Mapping[str, Any],
+    placement: Placement,
+    load_format: str = "safetensors",
+) -> None:
+    """What `load_model` would refuse, from the headers of all files; no tensor is read."""
+    family = get_family(raw_config)
+    config = family.Config.from_hf(raw_config)
+    refuse_quantised(folder, config.quantization)
+    if load_format == "safetensors":
+        check(Checkpoint.open(folder), family.rules(config), placement)
 
 
 def refuse_quantised(folder: Path, method: str | None) -> None:

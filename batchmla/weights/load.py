@@ -2,7 +2,7 @@
 
 import hashlib
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
@@ -16,8 +16,12 @@ from batchmla.weights.rules import Piece, Rule, Skip, expand
 logger = logging.getLogger(__name__)
 
 
-def check(checkpoint: Checkpoint, rules: Sequence[Rule | Skip], placement: Placement) -> None:
-    """Every missing, unexpected, mis-shaped or unreadable tensor in one `JobError`."""
+def check(
+    checkpoint: Checkpoint, rules: Sequence[Rule | Skip], placement: Placement
+) -> dict[Skip, int]:
+    """Every missing, unexpected, mis-shaped or unreadable tensor in one `JobError`; returns how
+    many tensors each rule skips.
+    """
     wanted = {piece.source: piece.shape for piece in expand(rules, placement)}
     entries = checkpoint.entries
     skips = [rule for rule in rules if isinstance(rule, Skip)]
@@ -48,6 +52,11 @@ def check(checkpoint: Checkpoint, rules: Sequence[Rule | Skip], placement: Place
             f"({counted(count, 'fault')}): {'; '.join(faults)}: download the model again, config "
             f"and weights of one revision"
         )
+    return skipped
+
+
+def log_skipped(skipped: Mapping[Skip, int]) -> None:
+    """One line a rule."""
     for skip, count in skipped.items():
         logger.info("skipped %s: %s", counted(count, "tensor"), skip.reason)
 
