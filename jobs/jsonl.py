@@ -1,75 +1,96 @@
-"""Lines of JSONL files, plain or compressed, one object each; and what is wrong with a line.
+"""JSONL: one object a line; and what is wrong with a line.
 
 Only LF ends a line (a CR before it is dropped). A byte order mark at the start of a file and blank
 lines are skipped. A line that is no object, holds a key twice or is not UTF-8 is malformed.
 """
 
-import gzip
-import io
 import json
+import logging
 import re
-import zlib
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any, BinaryIO, cast
+from collections.abc import Iterator, Mapping
+from typing import Any
 
-import pyarrow as pa
+from batchmla.jobs.input_file import InputFile
+from batchmla.jobs.jsonl_types import Kind, fits, is_mixed, settle, to_arrow_value, widen
+from batchmla.jobs.lines import CutShort, read_lines
+from batchmla.jobs.text_form import MalformedRecord, Record
 
-from batchmla.errors import JobError
-from batchmla.jobs.files import InputFile, check_unchanged
+logger = logging.getLogger(__name__)
 
-_MAX_LINE_BYTES = 256 << 20
 _SURROGATE_ESCAPE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
-class MalformedLine(ValueError):
-    """A line that is no row; the message is the second half of a sentence."""
+class JsonlForm:
+    """One object a line; its keys are the columns."""
 
+    name = "JSONL"
 
-@dataclass(frozen=True, slots=True)
-class Line:
-    """A line that is not blank: `row` counts those from 0, `number` counts all lines from 1."""
-
-    row: int
-    number: int
-    raw: bytes
-
-
-def read_lines(file: InputFile) -> Iterator[Line]:
-    """The lines of a file that hold something."""
-    check_unchanged(file)
-    row = 0
-    number = 0
-    try:
-        with _opened(file) as stream:
-            while raw := stream.readline(_MAX_LINE_BYTES + 1):
-                number += 1
-                if len(raw) > _MAX_LINE_BYTES:
-                    raise JobError(
-                        f"{file.path}:{number}: the line is longer than {_MAX_LINE_BYTES >> 20} MiB"
-                    )
-                if number == 1:
-                    raw = raw.removeprefix(b"\xef\xbb\xbf")
-                raw = raw.removesuffix(b"\n").removesuffix(b"\r")
-                if raw and not raw.isspace():
-                    yield Line(row, number, raw)
+    def records(self, file: InputFile) -> Iterator[Record]:
+        """The lines that are not blank."""
+        row = 0
+        try:
+            for line, raw in read_lines(file):
+                if not raw.isspace():
+                    yield Record(row, line, len(raw), raw)
                     row += 1
-    except (EOFError, gzip.BadGzipFile, zlib.error, OSError) as fault:
-        if file.compression == "none":
-            raise JobError(f"input file {file.path} cannot be read: {fault}") from None
-        raise JobError(
-            f"input file {file.path} is cut short or damaged after {row} rows: its "
-            f"{file.compression} stream does not end as it should; write or fetch it again"
-        ) from None
+        except CutShort as fault:
+            raise fault.as_error(file, row) from None
 
+    def parse(self, record: Record) -> tuple[dict[str, Any], str | None]:
+        """The object, with U+FFFD for lone surrogates and a sentence about them."""
+        return replace_surrogates(record.data, parse_line(record.data))
 
-def _opened(file: InputFile) -> BinaryIO:
-    if file.compression == "gzip":
-        return cast(BinaryIO, gzip.open(file.path, "rb"))
-    if file.compression == "zstd":
-        stream = pa.CompressedInputStream(pa.OSFile(file.path), "zstd")
-        return cast(BinaryIO, io.BufferedReader(stream, 1 << 20))
-    return open(file.path, "rb", buffering=1 << 20)
+    def default_id(self, files: tuple[InputFile, ...]) -> str | None:
+        """`id` if the first readable row of the input has it."""
+        for file in files:
+            for record in self.records(file):
+                try:
+                    return "id" if "id" in parse_line(record.data) else None
+                except MalformedRecord:
+                    continue
+        return None
+
+    def first_kinds(self, files: tuple[InputFile, ...]) -> dict[str, Kind]:
+        """None: columns come in the order of their first appearance."""
+        return {}
+
+    def typed_id(self, values: Mapping[str, Any], column: str, error: str | None) -> str | int:
+        """Text or a whole number."""
+        value = values.get(column)
+        if value is None:
+            state = "null" if column in values else "missing"
+            raise MalformedRecord(f"the id column {column} is {state}")
+        if isinstance(value, bool) or not isinstance(value, str | int):
+            raise MalformedRecord(f"the id column {column} is neither text nor a whole number")
+        if error is not None and isinstance(value, str) and "\ufffd" in value:
+            raise MalformedRecord(f"the id column {column} holds a lone surrogate")
+        return value
+
+    def widen(self, kind: Kind, value: Any) -> Kind:
+        """See `jsonl_types`."""
+        return widen(kind, value)
+
+    def settle(self, kinds: Mapping[str, Kind]) -> dict[str, Kind]:
+        """Types of columns; says which become JSON text."""
+        mixed = sorted(name for name, kind in kinds.items() if is_mixed(kind))
+        if mixed:
+            logger.warning(
+                "input columns with values of different types are carried as JSON text: %s",
+                ", ".join(mixed),
+            )
+        return {name: settle(kind) for name, kind in kinds.items()}
+
+    def fits(self, kind: Kind, value: Any) -> bool:
+        """See `jsonl_types`."""
+        return fits(kind, value)
+
+    def row_value(self, kind: Kind | None, value: Any) -> Any:
+        """As in the file."""
+        return value
+
+    def arrow_value(self, kind: Kind, value: Any) -> Any:
+        """See `jsonl_types`."""
+        return to_arrow_value(kind, value)
 
 
 def parse_line(raw: bytes) -> dict[str, Any]:
@@ -78,20 +99,20 @@ def parse_line(raw: bytes) -> dict[str, Any]:
         text = raw.decode("utf-8")
     except UnicodeDecodeError as fault:
         byte = raw[fault.start]
-        raise MalformedLine(f"byte 0x{byte:02x} at position {fault.start} is not UTF-8") from None
+        raise MalformedRecord(f"byte 0x{byte:02x} at position {fault.start} is not UTF-8") from None
     try:
         value = _DECODER.decode(text)
     except json.JSONDecodeError as fault:
-        raise MalformedLine(f"not valid JSON: {fault.msg} at character {fault.colno}") from None
+        raise MalformedRecord(f"not valid JSON: {fault.msg} at character {fault.colno}") from None
     except RecursionError:
-        raise MalformedLine("not usable JSON: nested too deeply") from None
-    except MalformedLine:
+        raise MalformedRecord("not usable JSON: nested too deeply") from None
+    except MalformedRecord:
         raise
     except ValueError:  # beyond Python's digit limit
-        raise MalformedLine("not usable JSON: a number has thousands of digits") from None
+        raise MalformedRecord("not usable JSON: a number has thousands of digits") from None
     if not isinstance(value, dict):
         kind = {list: "a list", str: "text", bool: "a boolean", type(None): "null"}
-        raise MalformedLine(f"{kind.get(type(value), 'a number')}, not an object")
+        raise MalformedRecord(f"{kind.get(type(value), 'a number')}, not an object")
     return value
 
 
@@ -100,7 +121,7 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(values) != len(pairs):
         seen: set[str] = set()
         twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-        raise MalformedLine(f"the key {json.dumps(twice)} is given twice")
+        raise MalformedRecord(f"the key {json.dumps(twice)} is given twice")
     return values
 
 

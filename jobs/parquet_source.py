@@ -9,8 +9,8 @@ import pyarrow.parquet as pq
 from pyarrow import types
 
 from batchmla.errors import JobError
-from batchmla.jobs.files import InputFile, check_unchanged
 from batchmla.jobs.ids import IdIndex
+from batchmla.jobs.input_file import InputFile, check_unchanged
 from batchmla.jobs.parquet_schema import plain_type, python_type, unify
 from batchmla.jobs.row import Row
 from batchmla.jobs.source import Faults, RowBatch, Scan

@@ -1,6 +1,6 @@
 """The input of a job as one table: files in order, rows by index, carried columns for the writer.
 
-It reads Parquet and JSONL from local disks in constant memory; per row it keeps a hash of the id.
+It reads local files in constant memory; per row it keeps a hash of the id.
 """
 
 import hashlib
@@ -13,13 +13,16 @@ from typing import Literal
 import pyarrow as pa
 
 from batchmla.errors import JobError
-from batchmla.jobs.files import InputFile, find_files, read_blocks, stat_file
+from batchmla.jobs.csv_form import CsvForm
+from batchmla.jobs.files import find_files
 from batchmla.jobs.ids import IdIndex
-from batchmla.jobs.jsonl_source import JsonlSource
+from batchmla.jobs.input_file import InputFile, read_blocks, stat_file
+from batchmla.jobs.jsonl import JsonlForm
 from batchmla.jobs.parquet_source import ParquetSource
 from batchmla.jobs.row import Row
 from batchmla.jobs.settings import InputSettings
 from batchmla.jobs.source import Faults, RowBatch, Scan, Source
+from batchmla.jobs.text_source import TextSource
 from batchmla.jobs.wording import nearest
 
 logger = logging.getLogger(__name__)
@@ -51,7 +54,8 @@ def open_input(
     if files[0].format == "parquet":
         source = ParquetSource(files, settings.id)
     else:
-        source = JsonlSource(files, settings.id)
+        form = CsvForm() if files[0].format == "csv" else JsonlForm()
+        source = TextSource(files, settings.id, form)
     return InputTable(source, settings, malformed)
 
 

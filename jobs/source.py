@@ -6,8 +6,8 @@ from typing import Protocol
 
 import pyarrow as pa
 
-from batchmla.jobs.files import InputFile
 from batchmla.jobs.ids import IdIndex
+from batchmla.jobs.input_file import InputFile
 from batchmla.jobs.row import Row
 
 MAX_LISTED = 20  # faults spelled out in one message

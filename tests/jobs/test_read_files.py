@@ -88,15 +88,15 @@ def test_a_given_format_chooses_among_a_folders_files(tmp_path: Path) -> None:
         ("data/part-0.jsnl", r"does not exist; did you mean .*data/part-0\.jsonl\?"),
         ("dat/part-0.jsonl", r"there is no folder .*dat; did you mean .*data\?"),
         ("data/zzz", r"zzz does not exist"),
-        ("data/*.parquet", r"matches no Parquet or JSONL file"),
-        ("empty", r"input folder .*empty holds no Parquet or JSONL file$"),
-        ("texts", r"holds no Parquet or JSONL file \(it holds a\.txt, b\.csv\)"),
-        ("texts/b.csv", r"reading \.csv files is not built yet"),
+        ("data/*.parquet", r"matches no Parquet, JSONL or CSV file"),
+        ("empty", r"input folder .*empty holds no Parquet, JSONL or CSV file$"),
+        ("texts", r"holds no Parquet, JSONL or CSV file \(it holds a\.txt, b\.tsv\)"),
+        ("texts/b.tsv", r"\.tsv files are not read; give Parquet, JSONL or CSV"),
         ("texts/a.txt", r"its ending tells no format; set input\.format"),
     ],
 )
 def test_a_path_without_input_is_named(tmp_path: Path, path: str, said: str) -> None:
-    make(tmp_path, "data/part-0.jsonl", "texts/a.txt", "texts/b.csv")
+    make(tmp_path, "data/part-0.jsonl", "texts/a.txt", "texts/b.tsv")
     (tmp_path / "empty").mkdir()
     with pytest.raises(JobError, match=said):
         names(tmp_path / path)

@@ -11,10 +11,11 @@ import pytest
 
 from batchmla.errors import JobError
 from batchmla.jobs.files import find_files
-from batchmla.jobs.jsonl_source import JsonlSource
+from batchmla.jobs.jsonl import JsonlForm
 from batchmla.jobs.read import InputTable, open_input
 from batchmla.jobs.row import Row
 from batchmla.jobs.settings import InputSettings
+from batchmla.jobs.text_source import TextSource
 
 
 def put(folder: Path, content: bytes | str | list[Any], name: str = "in.jsonl") -> Path:
@@ -320,7 +321,7 @@ def test_what_contradicts_the_types_too_late_is_malformed(
     path = put(tmp_path, [*first, {"id": 3, "n": None, "z": 5}, late])
     settings = InputSettings(path=str(path))
     for malformed in ("fail", "row"):
-        source = JsonlSource(find_files(settings), None, typed_rows=3)
+        source = TextSource(find_files(settings), None, JsonlForm(), typed_rows=3)
         reader = InputTable(source, settings, malformed)  # type: ignore[arg-type]
         if malformed == "fail":
             said = fault(reader)
@@ -341,7 +342,7 @@ def test_what_the_scan_did_not_reach_is_checked_while_reading(tmp_path: Path) ->
 
     def reader(malformed: Literal["fail", "row"]) -> InputTable:
         made = InputTable(
-            JsonlSource(find_files(settings), None, typed_rows=100), settings, malformed
+            TextSource(find_files(settings), None, JsonlForm(), typed_rows=100), settings, malformed
         )
         found = made.scan(limit_s=0.0)
         assert found.num_rows is None

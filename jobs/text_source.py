@@ -1,10 +1,9 @@
-"""JSONL files as rows and as typed columns.
+"""Files of records (JSONL, CSV, batch requests) as rows and as typed columns.
 
 Types come from the first 500,000 rows or 256 MiB, or from all rows when everything is scanned: a
 fixed amount, so that a rerun on a slower machine writes the same schema.
 """
 
-import logging
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -14,24 +13,12 @@ from typing import Any
 import pyarrow as pa
 
 from batchmla.errors import JobError
-from batchmla.jobs.files import InputFile
 from batchmla.jobs.ids import IdIndex
-from batchmla.jobs.jsonl import Line, MalformedLine, parse_line, read_lines, replace_surrogates
-from batchmla.jobs.jsonl_types import (
-    NULL,
-    Kind,
-    KindName,
-    arrow_type,
-    fits,
-    is_mixed,
-    settle,
-    to_arrow_value,
-    widen,
-)
+from batchmla.jobs.input_file import InputFile
+from batchmla.jobs.jsonl_types import NULL, Kind, KindName, arrow_type
 from batchmla.jobs.row import Row
 from batchmla.jobs.source import Faults, RowBatch, Scan
-
-logger = logging.getLogger(__name__)
+from batchmla.jobs.text_form import MalformedRecord, Record, TextForm
 
 _TYPED_ROWS = 500_000
 _TYPED_BYTES = 256 << 20
@@ -43,30 +30,32 @@ _MAX_COLUMNS = 2000
 
 @dataclass(slots=True)
 class _Parsed:
-    """A line with what was found in it; `values` are kept if only the id is unusable."""
+    """A record with what was found in it; `values` are kept if only the id is unusable."""
 
     index: int
     file: int
-    line: Line
+    record: Record
     typed_id: str | int
     values: dict[str, Any]
     malformed: str | None = None  # why it is no row
     error: str | None = None  # why the row fails
 
 
-class JsonlSource:
+class TextSource:
     """The files, the id column and, after a scan, the kind of every column."""
 
     def __init__(
         self,
         files: tuple[InputFile, ...],
         id_column: str | None,
+        form: TextForm,
         *,
         typed_rows: int = _TYPED_ROWS,
     ) -> None:
         self._typed_rows = typed_rows
         self._files = list(files)
-        self.id_column = id_column if id_column is not None else self._default_id()
+        self._form = form
+        self.id_column = id_column if id_column is not None else form.default_id(files)
         self._kinds: dict[str, Kind] | None = None
         self._num_typed = 0  # rows that the kinds come from
 
@@ -75,54 +64,44 @@ class JsonlSource:
         """The files; their rows are counted once a read has come to their end."""
         return tuple(self._files)
 
-    def _default_id(self) -> str | None:
-        """`id` if the first readable row of the input has it."""
-        for file in self._files:
-            for line in read_lines(file):
-                try:
-                    return "id" if "id" in parse_line(line.raw) else None
-                except MalformedLine:
-                    continue
-        return None
-
     @property
     def schema(self) -> pa.Schema:
         """All columns in the order of their first appearance."""
-        assert self._kinds is not None, "the columns of JSONL are known after a scan"
+        assert self._kinds is not None, "the columns of text files are known after a scan"
         return pa.schema([pa.field(name, arrow_type(kind)) for name, kind in self._kinds.items()])
 
     def scan(self, ids: IdIndex, *, limit_s: float | None) -> Scan:
         """Parse lines for `limit_s` seconds and as far as types need; None: all of them."""
         scan = Scan()
         began_s = time.monotonic()
-        kinds: dict[str, Kind] = {}
+        kinds = self._form.first_kinds(self.files)
         seen_bytes = num_typed = 0
         is_typing = True
         batch: list[str | int] = []
         places: list[tuple[int, int]] = []  # file and line
         for parsed in self._parsed(0):
             scan.num_rows += 1
-            seen_bytes += len(parsed.line.raw)
+            seen_bytes += parsed.record.num_bytes
             is_enough = scan.num_rows > self._typed_rows or seen_bytes > _TYPED_BYTES
             if is_typing and limit_s is not None and is_enough:
                 is_typing = False
-                kinds = self._settled(kinds)
+                kinds = self._form.settle(kinds)
             if is_typing:
                 num_typed = scan.num_rows
                 for name, value in parsed.values.items():
-                    kinds[name] = widen(kinds.get(name, NULL), value)
+                    kinds[name] = self._form.widen(kinds.get(name, NULL), value)
                 if len(kinds) > _MAX_COLUMNS:
                     raise JobError(
                         f"{self._place(parsed)}: the rows so far have more than {_MAX_COLUMNS} "
                         "different keys; put free keys into an object under one key"
                     )
             elif parsed.malformed is None:
-                parsed.malformed = _misfit(kinds, parsed.values)
+                parsed.malformed = self._misfit(kinds, parsed.values)
             if parsed.malformed is not None:
                 scan.faults.add(f"{self._place(parsed)}: {parsed.malformed}")
             elif self.id_column is not None:
                 batch.append(parsed.typed_id)
-                places.append((parsed.file, parsed.line.number))
+                places.append((parsed.file, parsed.record.line))
             if len(batch) >= _ID_BATCH:
                 scan.add_ids(ids, batch, partial(self._shown, places))
                 batch, places = [], []
@@ -132,67 +111,60 @@ class JsonlSource:
                 scan.is_complete = False
                 break
         scan.add_ids(ids, batch, partial(self._shown, places))
-        self._kinds = self._settled(kinds) if is_typing else kinds
+        self._kinds = self._form.settle(kinds) if is_typing else kinds
         self._num_typed = num_typed
         return scan
-
-    def _settled(self, kinds: dict[str, Kind]) -> dict[str, Kind]:
-        mixed = sorted(name for name, kind in kinds.items() if is_mixed(kind))
-        if mixed:
-            logger.warning(
-                "input columns with values of different types are carried as JSON text: %s",
-                ", ".join(mixed),
-            )
-        return {name: settle(kind) for name, kind in kinds.items()}
 
     def _shown(self, places: list[tuple[int, int]], position: int) -> str:
         file, line = places[position]
         return f"{self._files[file].path}:{line}"
 
     def _place(self, parsed: _Parsed) -> str:
-        return f"{self._files[parsed.file].path}:{parsed.line.number}"
+        return f"{self._files[parsed.file].path}:{parsed.record.line}"
 
     def _parsed(self, start: int) -> Iterator[_Parsed]:
-        """Every line from row `start` on; lines before it are counted, not parsed."""
+        """Every record from row `start` on; those before it are counted, not parsed."""
         index = 0
         for number, file in enumerate(self._files):
             if file.num_rows is not None and index + file.num_rows <= start:
                 index += file.num_rows
                 continue
             first = index
-            for line in read_lines(file):
-                index = first + line.row + 1
+            for record in self._form.records(file):
+                index = first + record.row + 1
                 if index > start:
-                    yield self._parse(index - 1, number, line)
+                    yield self._parse(index - 1, number, record)
             if file.num_rows is None:
                 self._files[number] = replace(file, num_rows=index - first)
 
-    def _parse(self, index: int, file: int, line: Line) -> _Parsed:
-        fallback = f"{self._files[file].name}:{line.row}"
-        parsed = _Parsed(index, file, line, fallback, {})
+    def _parse(self, index: int, file: int, record: Record) -> _Parsed:
+        fallback = f"{self._files[file].name}:{record.row}"
+        parsed = _Parsed(index, file, record, fallback, {})
         try:
-            parsed.values, parsed.error = replace_surrogates(line.raw, parse_line(line.raw))
+            parsed.values, parsed.error = self._form.parse(record)
             if self.id_column is not None:
-                parsed.typed_id = self._typed_id(parsed.values, parsed.error)
-        except MalformedLine as fault:
+                parsed.typed_id = self._form.typed_id(parsed.values, self.id_column, parsed.error)
+        except MalformedRecord as fault:
             parsed.malformed = str(fault)
             return parsed
         if self._kinds is not None and index >= self._num_typed:
-            parsed.malformed = _misfit(self._kinds, parsed.values)
+            parsed.malformed = self._misfit(self._kinds, parsed.values)
         return parsed
 
-    def _typed_id(self, values: dict[str, Any], error: str | None) -> str | int:
-        value = values.get(str(self.id_column))
-        if value is None:
-            state = "null" if self.id_column in values else "missing"
-            raise MalformedLine(f"the id column {self.id_column} is {state}")
-        if isinstance(value, bool) or not isinstance(value, str | int):
-            raise MalformedLine(
-                f"the id column {self.id_column} is neither text nor a whole number"
-            )
-        if error is not None and isinstance(value, str) and "\ufffd" in value:
-            raise MalformedLine(f"the id column {self.id_column} holds a lone surrogate")
-        return value
+    def _misfit(self, kinds: dict[str, Kind], values: dict[str, Any]) -> str | None:
+        """Why a row does not fit the types of the rows that decided them."""
+        for name, value in values.items():
+            kind = kinds.get(name)
+            advice = "input.check: full takes the types from all rows"
+            if kind is None:
+                return (
+                    f"the key {name} was in none of the rows that the columns come from; {advice}"
+                )
+            if not self._form.fits(kind, value):
+                is_struct = kind.name is KindName.STRUCT
+                words = "an object of known keys" if is_struct else kind.words()
+                return f"the value of {name} is not {words} as in the rows before; {advice}"
+        return None
 
     def places(self) -> Iterator[tuple[str | int, str]]:
         """Every readable id with the line that holds it."""
@@ -209,8 +181,8 @@ class JsonlSource:
             if parsed.malformed is not None:
                 batch.faults.append((parsed.index, f"{self._place(parsed)}: {parsed.malformed}"))
             if batch.lines is not None:
-                batch.lines.append(parsed.line.number)
-            num_bytes += len(parsed.line.raw)
+                batch.lines.append(parsed.record.line)
+            num_bytes += parsed.record.num_bytes
             if len(batch.rows) >= _BATCH_ROWS or num_bytes >= _BATCH_BYTES:
                 yield batch
                 batch = RowBatch([], [], [])
@@ -224,12 +196,14 @@ class JsonlSource:
             error = f"malformed row at {self._place(parsed)}: {parsed.malformed}"
         values: dict[str, Any] = {}
         if error is None:
-            wanted = columns if columns is not None else self._kinds or parsed.values
-            values = {name: parsed.values.get(name) for name in wanted}
+            kinds = self._kinds or {}
+            wanted = columns if columns is not None else kinds or parsed.values
+            convert = self._form.row_value
+            values = {name: convert(kinds.get(name), parsed.values.get(name)) for name in wanted}
         return Row(
             index=parsed.index,
             file=parsed.file,
-            number=parsed.line.row,
+            number=parsed.record.row,
             id=str(parsed.typed_id),
             typed_id=parsed.typed_id,
             values=values,
@@ -238,8 +212,10 @@ class JsonlSource:
 
     def carried(self, schema: pa.Schema, start: int) -> Iterator[tuple[pa.RecordBatch, Faults]]:
         """The columns of `schema`; a malformed row has null in every column that does not fit."""
-        assert self._kinds is not None, "the columns of JSONL are known after a scan"
-        kinds = {name: self._kinds.get(name, settle(NULL)) for name in schema.names}
+        assert self._kinds is not None, "the columns of text files are known after a scan"
+        form = self._form
+        unknown = form.settle({"": NULL})[""]
+        kinds = {name: self._kinds.get(name, unknown) for name in schema.names}
         columns: list[list[Any]] = [[] for _ in kinds]
         faults = Faults()
         num_rows = 0
@@ -249,9 +225,9 @@ class JsonlSource:
                 faults.add(f"{self._place(parsed)}: {parsed.malformed}")
             for column, (name, kind) in zip(columns, kinds.items(), strict=True):
                 value = parsed.values.get(name)
-                column.append(to_arrow_value(kind, value) if fits(kind, value) else None)
+                column.append(form.arrow_value(kind, value) if form.fits(kind, value) else None)
             num_rows += 1
-            num_bytes += len(parsed.line.raw)
+            num_bytes += parsed.record.num_bytes
             if num_rows >= _BATCH_ROWS or num_bytes >= _BATCH_BYTES:
                 yield _record_batch(columns, num_rows, schema), faults
                 columns, faults = [[] for _ in kinds], Faults()
@@ -265,16 +241,3 @@ def _record_batch(columns: list[list[Any]], num_rows: int, schema: pa.Schema) ->
         return pa.RecordBatch.from_struct_array(pa.array([{}] * num_rows, pa.struct([])))
     arrays = [pa.array(column, field.type) for column, field in zip(columns, schema, strict=True)]
     return pa.RecordBatch.from_arrays(arrays, schema=schema)
-
-
-def _misfit(kinds: dict[str, Kind], values: dict[str, Any]) -> str | None:
-    """Why a row does not fit the types of the rows that decided them."""
-    for name, value in values.items():
-        kind = kinds.get(name)
-        advice = "input.check: full takes the types from all rows"
-        if kind is None:
-            return f"the key {name} was in none of the rows that the columns come from; {advice}"
-        if not fits(kind, value):
-            words = kind.words() if kind.name is not KindName.STRUCT else "an object of known keys"
-            return f"the value of {name} is not {words} as in the rows before; {advice}"
-    return None
