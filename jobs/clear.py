@@ -11,16 +11,23 @@ from batchmla.jobs.summary import summary_path
 def clear_output(store: Store) -> None:
     """Empties an output folder of ours; without a manifest in it, nothing is touched.
 
-    The manifest goes last, so that a clearing cut short can be done again.
+    Each step is durable before the next, and the manifest goes last, so that a clearing cut short
+    can be done again.
     """
     manifest = manifest_path(store.root)
     if not manifest.exists():
         return
-    ledger = Ledger(store)
+    ledger, segments = Ledger(store), store.own / "segments"
     store.remove(store.root / "_SUCCESS")
     for part in ledger.read():
         store.remove(store.root / part.name)
-    for segment in list_segments(store.own / "segments"):
-        store.remove(segment.path)
-    for path in (ledger.path, summary_path(store.root), progress_path(store.root), manifest):
+    store.sync_folder(store.root)
+    if segments.exists():
+        for segment in list_segments(segments):
+            store.remove(segment.path)
+        store.sync_folder(segments)
+    for path in (ledger.path, summary_path(store.root), progress_path(store.root)):
         store.remove(path)
+    store.sync_folder(store.own)
+    store.remove(manifest)
+    store.sync_folder(store.own)

@@ -8,7 +8,7 @@ import logging
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -80,7 +80,7 @@ def run_job(
     with Signals() as signals:
         try:
             made = store.open()
-            with Lease(output), run_log(output), _nothing_left(store, made):
+            with closing(store), Lease(store), run_log(output), _nothing_left(store, made):
                 return _Run(loaded, wishes, store, signals, progress, seams).go()
         except StopRun:
             return stopped_early(output, Ledger(store).tally(), signals.signum or 0)
@@ -131,6 +131,7 @@ class _Run:
             _LOG.info("nothing to do: %s is complete", self.output)
             return self._summary(ExitCode.OK, num_rows, None, None)
         self.store.remove(self.success)
+        self.store.sync_folder(self.output)
         if is_new:
             write_manifest(self.store, self.manifest)
         self._change_rows()

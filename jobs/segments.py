@@ -74,7 +74,7 @@ def write_segment(
     with storage_errors(folder / name):
         pq.write_table(
             table,
-            store.aside / name,
+            store.begin(name),
             compression="zstd",
             compression_level=1,
             write_statistics=False,

@@ -149,11 +149,10 @@ def _state(status: Status) -> str:
 def _finished(output: Path, job_id: str) -> tuple[Tally, int]:
     """Sums over published parts and over the segments of rows that no part holds."""
     tally, done, num_parts = Tally(), DoneRows(), 0
-    for part in Ledger(Store(output)).read():
-        if (output / part.name).exists():
-            done.mark_range(part.start, part.stop)
-            tally.add(part.tally)
-            num_parts += 1
+    for part in Ledger(Store(output)).present():
+        done.mark_range(part.start, part.stop)
+        tally.add(part.tally)
+        num_parts += 1
     for segment in list_segments(output / "_batchmla" / "segments"):
         try:
             schema = pq.read_schema(segment.path).remove_metadata()

@@ -6,11 +6,15 @@ place where no output can lie is a `JobError` that names output.path.
 
 import errno
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import secrets
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Literal
 
 from batchmla.errors import JobError, StorageError
+
+Effect = Literal["mkdir", "create", "sync", "rename", "append", "overwrite", "remove"]
 
 _REASONS = {
     errno.ENOSPC: "the disk is full; free some space",
@@ -86,29 +90,41 @@ def _short(path: Path) -> str:
 class Store:
     """The writes of one run below one output folder.
 
-    Files in the making lie in `aside`, on the same file system, where no reader looks. Tests
-    subclass this to stop between any two operations.
+    Files in the making lie in `aside`, a folder of this run alone on the same file system, where no
+    reader looks. `before` is called ahead of every single effect on the disk, so that a run that
+    has lost its output stops there, and tests can stop between any two.
     """
 
     def __init__(self, root: Path) -> None:
         self.root = root
         self.own = root / "_batchmla"
-        self.aside = _aside(root)
+        self.aside = _aside(root) / secrets.token_hex(4)
+        self.fence: Callable[[], None] | None = None  # raises when the output is no longer ours
+
+    def before(self, effect: Effect, path: Path, source: Path | None = None) -> None:
+        """Called ahead of each effect on `path`; `source` is what a rename moves there."""
+        if self.fence is not None:
+            self.fence()
 
     def open(self) -> list[Path]:
         """Makes the folders; returns those that were not there, the innermost first."""
         with storage_errors(self.root):
             check_place(self.root)
-        with storage_errors(self.own):
             made = [path for path in (self.aside, *self.aside.parents) if not path.exists()]
+        with storage_errors(self.own):
+            self.before("mkdir", self.aside)
             self.aside.mkdir(parents=True, exist_ok=True)
         return made
 
+    def close(self) -> None:
+        """Takes the folder for files in the making away, if nothing is left in it."""
+        with suppress(OSError):
+            self.aside.rmdir()
+
     def withdraw(self, made: Sequence[Path]) -> None:
         """Undoes `open` for a run that wrote no more than its lease and its log."""
-        for name in ("lease", "run.log"):
-            with storage_errors(self.own / name):
-                (self.own / name).unlink(missing_ok=True)
+        for name in ("run.log", "lease"):
+            self.remove(self.own / name)
         for path in made:
             try:
                 path.rmdir()
@@ -116,46 +132,66 @@ class Store:
                 return  # somebody else has put something there
 
     def clean(self) -> None:
-        """Removes what a killed run left half written; the caller holds the lease."""
-        with storage_errors(self.aside):
-            for path in self.aside.iterdir():
-                path.unlink()
+        """Removes what killed runs left half written; the caller holds the lease."""
+        above = self.aside.parent
+        with storage_errors(above):
+            for path in above.iterdir():
+                if not path.is_dir() or path.is_symlink():
+                    self.remove(path)
+                elif path != self.aside:
+                    for inner in path.iterdir():
+                        self.remove(inner)
+                    path.rmdir()
+
+    def begin(self, name: str) -> Path:
+        """Where the file `name` is to be written before it is published."""
+        self.before("create", self.aside / name)
+        return self.aside / name
 
     def publish(self, name: str, target: Path) -> None:
         """Moves the finished file `aside`/`name` to `target`, durable when this returns."""
         source = self.aside / name
         with storage_errors(target):
             self._sync(source)
+            self.before("rename", target, source)
             os.replace(source, target)
             self._sync(target.parent)
 
     def write(self, target: Path, data: bytes) -> None:
         """Replaces `target` by `data` as a whole."""
         with storage_errors(target):
-            (self.aside / target.name).write_bytes(data)
+            self.begin(target.name).write_bytes(data)
         self.publish(target.name, target)
 
     def write_soft(self, target: Path, data: bytes) -> None:
         """Replaces `target` as a whole, without waiting for the disk: for heartbeats."""
         with storage_errors(target):
-            source = self.aside / f"{target.name}.soft"
+            source = self.begin(f"{target.name}.soft")
             source.write_bytes(data)
+            self.before("rename", target, source)
             os.replace(source, target)
+
+    def overwrite(self, descriptor: int, target: Path, data: bytes) -> None:
+        """Puts `data` over the first bytes of the open file `target`, without waiting."""
+        with storage_errors(target):
+            self.before("overwrite", target)
+            os.pwrite(descriptor, data, 0)
 
     def append(self, target: Path, line: bytes) -> None:
         """Adds one line to `target`, durable when this returns."""
         with storage_errors(target):
             is_new = not target.exists()
+            self.before("append", target)
             with target.open("ab") as file:
                 file.write(line)
-                file.flush()
-                os.fsync(file.fileno())
+            self._sync(target)
             if is_new:
                 self._sync(target.parent)
 
     def remove(self, target: Path) -> None:
-        """Deletes `target` if it is there."""
+        """Deletes `target` if it is there; durable after `sync_folder`."""
         with storage_errors(target):
+            self.before("remove", target)
             target.unlink(missing_ok=True)
 
     def sync_folder(self, folder: Path) -> None:
@@ -164,6 +200,7 @@ class Store:
             self._sync(folder)
 
     def _sync(self, path: Path) -> None:
+        self.before("sync", path)
         descriptor = os.open(path, os.O_RDONLY)
         try:
             os.fsync(descriptor)

@@ -4,7 +4,9 @@ Carried columns come from a second, sequential reading of the input, our columns
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -99,7 +101,7 @@ class Writer:
     def advance(self, end: int | None, is_stopping: Callable[[], bool] = lambda: False) -> None:
         """Publishes every part that can be; `end`, once known, cuts the last one short."""
         while not is_stopping() and (part := self._next(end)):
-            tally = self._write(part, self._groups(part))
+            tally = self._write(part, self._all_groups(part))
             self._publish(part, tally)
             self.journal.drop_published(self.stop)
 
@@ -138,15 +140,27 @@ class Writer:
         if self._holes:
             hole = self._holes[0]
             return hole if self.journal.done.first_missing() >= hole.stop else None
-        start = self.stop
+        start, number = self.stop, len(self.parts)
+        if self.parts and self.parts[-1].stop - self.parts[-1].start < self.form.rows_per_file:
+            start, number = self.parts[-1].start, number - 1  # a short last part grows
         stop = start + self.form.rows_per_file
         if end is not None:
             stop = min(stop, end)
-        if stop <= start and not (end == 0 and not self.parts):
+        if stop <= self.stop and not (end == 0 and not self.parts):
             return None
         if self.journal.done.first_missing() < stop:
             return None
-        return Part(number=len(self.parts), start=start, stop=max(stop, start))
+        return Part(number=number, start=start, stop=max(stop, start))
+
+    def _all_groups(self, part: Part) -> Iterator[tuple[pa.Table, pa.Table]]:
+        """(carried, ours) of a part: from its published file as far as that goes, then new ones."""
+        if self._holes or part.start == self.stop:
+            yield from self._groups(part)
+            return
+        short = self.parts[-1]
+        assert short.number == part.number, f"part {part.number} grows, the last is {short.number}"
+        yield from self._published_groups(short)
+        yield from self._groups(replace(part, start=short.stop))
 
     def _groups(self, part: Part) -> Iterator[tuple[pa.Table, pa.Table]]:
         """(carried, ours) for consecutive ranges of a part, each small enough for memory."""
@@ -163,32 +177,39 @@ class Writer:
                 )
             yield self.carried.take(start, stop - start), own
 
+    def _published_groups(self, part: Part) -> Iterator[tuple[pa.Table, pa.Table]]:
+        """(carried, ours) as they are in a published part."""
+        own = own_schema(self.form.token_ids)
+        path = self.store.root / part.name
+        with _reading(path):
+            for batch in pq.ParquetFile(path, pre_buffer=False).iter_batches(2048):
+                table = pa.Table.from_batches([batch])
+                ours = table.select([self.form.prefix + name for name in own.names])
+                ours = ours.rename_columns(own.names).cast(own)
+                yield table.select(self.form.carried.names), ours
+
     def _retried_groups(self, part: Part, retried: pa.Table) -> Iterator[tuple[pa.Table, pa.Table]]:
         """(carried, ours) of a published part with the retried rows in place of the old ones."""
-        own = own_schema(self.form.token_ids)
-        carried_names = self.form.carried.names
         retried_index = retried.column("index").to_numpy()
-        retried = retried.select(own.names)
+        retried = retried.select(own_schema(self.form.token_ids).names)
         start = part.start
-        for batch in pq.ParquetFile(self.store.root / part.name).iter_batches(2048):
-            table = pa.Table.from_batches([batch])
-            low, high = np.searchsorted(retried_index, [start, start + table.num_rows])
-            order = np.arange(table.num_rows)
-            order[retried_index[low:high] - start] = table.num_rows + np.arange(high - low)
-            old = table.select([self.form.prefix + name for name in own.names])
-            old = old.rename_columns(own.names).cast(own)
+        for carried, old in self._published_groups(part):
+            low, high = np.searchsorted(retried_index, [start, start + old.num_rows])
+            order = np.arange(old.num_rows)
+            order[retried_index[low:high] - start] = old.num_rows + np.arange(high - low)
             both = pa.concat_tables([old, retried.slice(int(low), int(high - low))])
-            yield table.select(carried_names), both.take(pa.array(order))
-            start += table.num_rows
+            yield carried, both.take(pa.array(order))
+            start += old.num_rows
 
     def _write(self, part: Part, groups: Iterator[tuple[pa.Table, pa.Table]]) -> Tally:
         """Writes the part aside and returns the sums of its rows."""
         schema, tally = self.form.schema, Tally()
         names = own_schema(self.form.token_ids).names
-        target = self.store.aside / part.name
         with (
             storage_errors(self.store.root / part.name),
-            pq.ParquetWriter(target, schema, compression=self.form.compression) as file,
+            pq.ParquetWriter(
+                self.store.begin(part.name), schema, compression=self.form.compression
+            ) as file,
         ):
             for carried, own in groups:
                 tally.add(tally_of(own))
@@ -197,10 +218,22 @@ class Writer:
         return tally
 
     def _publish(self, part: Part, tally: Tally) -> None:
-        part = Part(number=part.number, start=part.start, stop=part.stop, tally=tally)
-        self.ledger.add(part)
+        part = self.ledger.announce(replace(part, tally=tally), self.store.aside / part.name)
         self.store.publish(part.name, self.store.root / part.name)
         if self._holes and self._holes[0].number == part.number:
             self._holes.pop(0)
         self.parts = [each for each in self.parts if each.number != part.number] + [part]
         self.parts.sort(key=lambda each: each.number)
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """A part of ours that cannot be read any more is the storage's fault, and is named."""
+    try:
+        yield
+    except (OSError, pa.ArrowException) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise StorageError(
+            f"{path} could be read before and cannot any more ({reason}); run the same command "
+            f"again: its rows are done anew"
+        ) from error

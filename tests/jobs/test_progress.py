@@ -178,7 +178,7 @@ def test_status_of_a_finished_an_unfinished_and_a_running_job(tmp_path: Path) ->
         summary.content_tokens,
     )
     assert "complete" in shown(output)
-    with Lease(output):
+    with Lease(Store(output)):
         assert read_status(output).is_running
 
 

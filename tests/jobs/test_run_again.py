@@ -220,8 +220,9 @@ def test_a_lost_or_damaged_part_is_made_again_with_the_same_rows(job: Job) -> No
 
 
 def test_a_second_run_is_refused_and_names_the_holder(job: Job) -> None:
-    Store(job.output).open()
-    with Lease(job.output), pytest.raises(JobError, match=f"in use .*pid {os.getpid()}"):
+    store = Store(job.output)
+    store.open()
+    with Lease(store), pytest.raises(JobError, match=f"in use .*pid {os.getpid()}"):
         job.run(None)
     assert job.run(ScriptedEngine()).exit_code == 0
 

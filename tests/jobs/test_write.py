@@ -87,7 +87,9 @@ def test_the_ledger_names_every_part_and_survives_a_cut_line(tmp_path: Path) -> 
     assert writer.ledger.tally() == Tally(rows=100, prompt_tokens=200)
     with writer.ledger.path.open("ab") as file:
         file.write(b'\n{"number": 4, "sta')
-    writer.ledger.add(Part(number=4, start=100, stop=101))
+    made = tmp_path / "made"
+    made.write_bytes(b"a part in the making")
+    writer.ledger.announce(Part(number=4, start=100, stop=101), made)
     assert [part.number for part in writer.ledger.read()] == [0, 1, 2, 3, 4]
     found = list(writer.ledger.published(writer.form.schema))
     assert [is_sound for _, is_sound in found] == [True] * 4
