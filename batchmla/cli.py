@@ -5,12 +5,13 @@ Nothing heavy is imported before a command runs, so that help and wrong usage an
 
 import json
 import logging
+import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 
@@ -79,9 +80,9 @@ def run(
             retry_failed=retry_failed,
             accept_changes=accept_changes,
         )
+        report.exit_code = summary.exit_code
         if as_json:
             print_json(summary.as_dict())
-        report.exit_code = summary.exit_code
 
 
 @app.command()
@@ -220,7 +221,7 @@ def reported(is_debug: bool) -> Iterator[Report]:
         typer.echo("stopped", err=True)
         raise typer.Exit(ExitCode.SIGINT) from None
     except BrokenPipeError:
-        raise  # the reader of our output has gone; main() ends quietly
+        pass  # the reader of our output has gone, which is no error
     except Exception as fault:
         where = keep_traceback(report.run_log)
         hint = f" (traceback in {where})" if where else "; --debug shows the traceback"
@@ -269,17 +270,37 @@ def print_json(values: Any) -> None:
     sys.stdout.flush()
 
 
-def main(call: Callable[[], Any] = app) -> None:
-    """The console entry."""
+def main() -> NoReturn:
+    """The console entry. When all is said it leaves at once: the interpreter would take seconds to
+    dismantle what is loaded, and whoever sent a signal waits for the end.
+    """
+    exit_code = ending(app)
+    logging.shutdown()
+    os._exit(exit_code)
+
+
+def ending(call: Callable[[], Any]) -> int:
+    """The exit code of a call of the app, once stdout and stderr have all they are to get."""
     for stream in (sys.stdout, sys.stderr):
         reconfigure = getattr(stream, "reconfigure", None)
         if reconfigure is not None:
             reconfigure(errors="backslashreplace")  # a C locale must not end a job
+    exit_code = exit_code_of(call)
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(BrokenPipeError):  # its reader has gone
+            stream.flush()
+    return exit_code
+
+
+def exit_code_of(call: Callable[[], Any]) -> int:
+    """What a call that may end in `SystemExit` would tell the shell."""
     try:
         call()
-    except BrokenPipeError:
-        sys.stderr.close()
-        sys.exit(ExitCode.OK)
+    except SystemExit as end:
+        if end.code is None or isinstance(end.code, int):
+            return end.code or ExitCode.OK
+        raise
+    return ExitCode.OK
 
 
 if __name__ == "__main__":

@@ -66,9 +66,9 @@ def replace_run(monkeypatch: pytest.MonkeyPatch, ending: Any) -> list[dict[str, 
 
 def test_help_loads_nothing_heavy() -> None:
     code = (
-        "import sys; from batchmla.cli import main\n"
+        "import sys; from batchmla.cli import app\n"
         "sys.argv = ['batchmla', '--help']\n"
-        "try: main()\n"
+        "try: app()\n"
         "except SystemExit as ending: assert not ending.code\n"
         "heavy = {'torch', 'triton', 'pyarrow', 'transformers', 'pydantic', 'numpy', 'ruamel'}\n"
         "print('loaded:', sorted(heavy & {name.split('.')[0] for name in sys.modules}))"
@@ -228,6 +228,34 @@ def test_a_faulty_job_file_in_a_process_of_its_own(tmp_path: Path) -> None:
 
 
 def test_a_reader_that_leaves_early_is_no_error(tmp_path: Path) -> None:
-    command = f"{sys.executable} -P -m batchmla init | true"
-    done = subprocess.run(command, shell=True, capture_output=True, text=True, cwd=tmp_path)
-    assert done.stderr == ""
+    command = f"set -o pipefail; {sys.executable} -P -m batchmla init | true"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0 and done.stderr == ""
+
+
+LEAVING = """\
+import atexit, logging, logging.handlers, sys
+from batchmla.cli import app, main
+
+atexit.register(print, "torn down")
+target = logging.FileHandler("kept.log")
+logging.getLogger("kept").addHandler(logging.handlers.MemoryHandler(99, target=target))
+logging.getLogger("kept").warning("not lost")
+sys.stdout.write("unfinished line ")
+sys.argv = ["batchmla", *sys.argv[1:]]
+main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "exit_code"), [(["--version"], 0), (["init", "nonsense"], 2), (["status"], 2)]
+)
+def test_the_console_entry_leaves_at_once_with_all_said(
+    tmp_path: Path, arguments: list[str], exit_code: int
+) -> None:
+    command = [sys.executable, "-P", "-c", LEAVING, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == exit_code, done.stderr
+    assert done.stdout.startswith("unfinished line ") and "torn down" not in done.stdout
+    assert ("batchmla 0" in done.stdout) == (exit_code == 0) == (done.stderr == "")
+    assert (tmp_path / "kept.log").read_text() == "not lost\n"
