@@ -78,10 +78,15 @@ class Group:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Groups:
-    """Groups and the rows of T they cover, in the groups' order; None: all rows as they stand."""
+    """Groups and the rows of T they cover, in the groups' order; None: all rows as they stand.
+
+    A prefix is a group of one sequence, every query of which sees every key. Its rows are rows of
+    members too, whose softmax runs over the prefix's keys and the member's own together.
+    """
 
     members: tuple[Group, ...]
     rows_N: torch.Tensor | None = None
+    prefixes: tuple[Group, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,13 +3,15 @@
 S sequences, T tokens, G sequences of a group, Q queries, L keys, B tokens per page.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
+from batchmla.attention.prefixes import shared_prefixes
 from batchmla.kernels.ops import Group, Groups
 from batchmla.kv.step import HostInts, Step
 
@@ -22,24 +24,57 @@ GROUP_COST_KEYS = (
 
 def make_groups(step: Step, sequences: HostInts, dtype: torch.dtype) -> Groups:
     """Groups that cover `sequences`: those with one query by length, chunks with those
-    of the same size and context."""
-    queries_S = np.diff(step.host_starts_S1)
-    decodes = sequences[queries_S[sequences] == 1]
-    chunks = sequences[queries_S[sequences] > 1]
-    members, rows, first_row = [], [np.zeros(0, np.int64)], 0
-    for bucket in split_by_length(decodes, step.host_context_S[decodes]):
-        members.append(_decode_group(step, bucket, first_row, dtype))
-        rows.append(step.host_starts_S1[bucket])
-        first_row += len(bucket)
-    for alike in _alike(chunks, queries_S, step.host_context_S):
-        num_queries = int(queries_S[alike[0]])
-        members.append(_chunk_group(step, alike, num_queries, first_row, dtype))
-        rows.append((step.host_starts_S1[alike][:, None] + np.arange(num_queries)).ravel())
-        first_row += len(alike) * num_queries
+    of the same size and context; keys that many of them share are a prefix, attended once."""
+    members: list[Group] = []
+    prefixes: list[Group] = []
+    rows = [np.zeros(0, np.int64)]
+    first_row = 0
+    for cluster in shared_prefixes(step, sequences):
+        parts = _cluster_groups(step, cluster.sequences, cluster.num_shared, dtype)
+        start_row = first_row
+        for group, group_rows in parts:
+            members.append(replace(group, first_row=first_row))
+            rows.append(group_rows)
+            first_row += len(group_rows)
+        if cluster.num_shared:
+            prefixes.append(
+                _prefix_group(
+                    step, cluster.sequences[:1], cluster.num_shared, range(start_row, first_row)
+                )
+            )
     order = np.concatenate(rows)
     is_all = len(order) == step.host_starts_S1[-1] and bool((np.diff(order) == 1).all())
     rows_N = None if is_all else torch.from_numpy(order).to(step.tokens_T.device)
-    return Groups(members=tuple(members), rows_N=rows_N)
+    return Groups(members=tuple(members), rows_N=rows_N, prefixes=tuple(prefixes))
+
+
+def _cluster_groups(
+    step: Step, sequences: HostInts, num_shared: int, dtype: torch.dtype
+) -> Iterator[tuple[Group, HostInts]]:
+    """Groups over the keys from `num_shared` on, each with its rows of T."""
+    queries_S = np.diff(step.host_starts_S1)
+    own_S = step.host_context_S - num_shared
+    decodes = sequences[queries_S[sequences] == 1]
+    chunks = sequences[queries_S[sequences] > 1]
+    for bucket in split_by_length(decodes, own_S[decodes]):
+        yield _decode_group(step, bucket, num_shared, dtype), step.host_starts_S1[bucket]
+    for alike in _alike(chunks, queries_S, own_S):
+        num_queries = int(queries_S[alike[0]])
+        rows = step.host_starts_S1[alike][:, None] + np.arange(num_queries)
+        yield _chunk_group(step, alike, num_queries, num_shared, dtype), rows.ravel()
+
+
+def _prefix_group(step: Step, sequence: HostInts, num_shared: int, rows: range) -> Group:
+    """The shared keys, as those of one sequence with a query for each row."""
+    pages_GP, first_page = page_table(step, sequence, num_shared)
+    return Group(
+        num_sequences=1,
+        num_queries=len(rows),
+        num_keys=num_shared,
+        first_row=rows.start,
+        pages_GP=pages_GP,
+        first_page=first_page,
+    )
 
 
 def split_by_length(sequences: HostInts, lengths: HostInts) -> Sequence[HostInts]:
@@ -77,19 +112,19 @@ def split_by_length(sequences: HostInts, lengths: HostInts) -> Sequence[HostInts
     return [np.sort(sequences[order[first:last]]) for first, last in pairwise(borders)]
 
 
-def _decode_group(step: Step, sequences: HostInts, first_row: int, dtype: torch.dtype) -> Group:
-    lengths = step.host_context_S[sequences]
+def _decode_group(step: Step, sequences: HostInts, num_shared: int, dtype: torch.dtype) -> Group:
+    lengths = step.host_context_S[sequences] - num_shared
     num_keys = int(lengths.max())
     bias = None
     if lengths.min() < num_keys:
         seen_GL = np.arange(num_keys) < lengths[:, None]
         bias = bias_of(torch.from_numpy(seen_GL).to(step.tokens_T.device)[:, None], dtype)
-    pages_GP, first_page = page_table(step, sequences, num_keys)
+    pages_GP, first_page = page_table(step, sequences, num_keys, num_shared)
     return Group(
         num_sequences=len(sequences),
         num_queries=1,
         num_keys=num_keys,
-        first_row=first_row,
+        first_row=0,
         pages_GP=pages_GP,
         bias_GQL=bias,
         first_page=first_page,
@@ -109,21 +144,21 @@ def _alike(chunks: HostInts, queries_S: HostInts, context_S: HostInts) -> Sequen
 
 
 def _chunk_group(
-    step: Step, sequences: HostInts, num_queries: int, first_row: int, dtype: torch.dtype
+    step: Step, sequences: HostInts, num_queries: int, num_shared: int, dtype: torch.dtype
 ) -> Group:
-    num_keys = int(step.host_context_S[sequences[0]])
+    num_keys = int(step.host_context_S[sequences[0]]) - num_shared
     bias = None
     if num_keys > num_queries:
         device = step.tokens_T.device
         visible_Q = torch.arange(num_keys - num_queries + 1, num_keys + 1, device=device)
         seen_QL = torch.arange(num_keys, device=device) < visible_Q[:, None]
         bias = bias_of(seen_QL[None], dtype).expand(len(sequences), -1, -1)
-    pages_GP, first_page = page_table(step, sequences, num_keys)
+    pages_GP, first_page = page_table(step, sequences, num_keys, num_shared)
     return Group(
         num_sequences=len(sequences),
         num_queries=num_queries,
         num_keys=num_keys,
-        first_row=first_row,
+        first_row=0,
         pages_GP=pages_GP,
         bias_GQL=bias,
         is_causal=bias is None,
@@ -137,15 +172,16 @@ def bias_of(seen_GQL: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return bias.masked_fill_(~seen_GQL, float("-inf"))
 
 
-def page_table(step: Step, sequences: HostInts, num_keys: int) -> tuple[torch.Tensor, int | None]:
-    """[G, P] page ids, page 0 beyond the table, and the first when one sequence has consecutive
-    ones."""
+def page_table(
+    step: Step, sequences: HostInts, num_keys: int, first_key: int = 0
+) -> tuple[torch.Tensor, int | None]:
+    """[G, P] page ids of the keys from `first_key`, the start of a page, on; page 0 beyond the
+    table; and the first when one sequence has consecutive ones."""
     device = step.tokens_T.device
-    num_pages = -(-num_keys // step.page_tokens)
-    if len(sequences) == step.num_sequences:
-        pages_GP = step.pages_SP[:, :num_pages]
-    else:
-        pages_GP = step.pages_SP[torch.from_numpy(sequences).to(device), :num_pages]
+    num_pages, start = -(-num_keys // step.page_tokens), first_key // step.page_tokens
+    pages_GP = step.pages_SP[:, start : start + num_pages]
+    if len(sequences) < step.num_sequences:
+        pages_GP = pages_GP[torch.from_numpy(sequences).to(device)]
     if pages_GP.shape[1] < num_pages:
         pages_GP = F.pad(pages_GP, (0, num_pages - pages_GP.shape[1]))
     if len(sequences) > 1 or device.type != "cpu":

@@ -13,6 +13,7 @@ import torch
 
 from batchmla.attention.exact_groups import make_exact_groups
 from batchmla.attention.groups import make_groups
+from batchmla.attention.prefixes import shared_prefixes
 from batchmla.kernels.ops import Groups, MlaDims, Ops, PackKind, RopeLayout
 from batchmla.kv.cache import LayerCache
 from batchmla.kv.layout import KVPart
@@ -50,16 +51,30 @@ class MlaPlan:
 
 
 def is_expansion_cheaper(
-    queries_S: HostInts, context_S: HostInts, dims: MlaDims
+    queries_S: HostInts,
+    context_S: HostInts,
+    dims: MlaDims,
+    expanded_keys_S: HostInts | None = None,
 ) -> npt.NDArray[np.bool_]:
     """Per sequence, by multiply-adds a head: scores and values of every visible pair, plus either
-    the expansion of each key once a chunk, or the two projections of each query."""
+    the expansion of `expanded_keys_S` keys (default: all), or the two projections of each query."""
+    keys_S = context_S if expanded_keys_S is None else expanded_keys_S
     pairs_S = queries_S * (context_S - queries_S) + queries_S * (queries_S + 1) // 2
     up = dims.latent * (dims.nope + dims.value)
-    expanded_S = pairs_S * (dims.nope + dims.rope + dims.value) + context_S * up
+    expanded_S = pairs_S * (dims.nope + dims.rope + dims.value) + keys_S * up
     absorbed_S = pairs_S * (2 * dims.latent + dims.rope) + queries_S * up
     is_cheaper_S: npt.NDArray[np.bool_] = expanded_S < absorbed_S
     return is_cheaper_S
+
+
+def expanded_keys(step: Step) -> HostInts:
+    """Keys to expand for each sequence, were all chunks expanded: of a shared prefix its part."""
+    keys_S = step.host_context_S.copy()
+    chunks = np.flatnonzero(np.diff(step.host_starts_S1) > 1)
+    for cluster in shared_prefixes(step, chunks):
+        count = len(cluster.sequences)
+        keys_S[cluster.sequences] -= cluster.num_shared - cluster.num_shared // max(count, 1)
+    return keys_S
 
 
 def plan(step: Step, rope: Rope, dims: MlaDims, forms: MlaForms, dtype: torch.dtype) -> MlaPlan:
@@ -71,7 +86,8 @@ def plan(step: Step, rope: Rope, dims: MlaDims, forms: MlaForms, dtype: torch.dt
     everyone = np.arange(step.num_sequences)
     if forms is MlaForms.CHEAPEST:
         queries_S = np.diff(step.host_starts_S1)
-        is_expanded_S = is_expansion_cheaper(queries_S, step.host_context_S, dims)
+        keys_S = expanded_keys(step)
+        is_expanded_S = is_expansion_cheaper(queries_S, step.host_context_S, dims, keys_S)
     else:
         is_expanded_S = np.full(len(everyone), forms is MlaForms.EXPANDED)
     return MlaPlan(

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from batchmla.kernels.cpu.linear import one_linear
 from batchmla.kernels.cpu.norm import norm, rope
 from batchmla.kernels.cpu.scratch import Scratch
+from batchmla.kernels.cpu.sdpa import Attended, flash, sdpa
 from batchmla.kernels.ops import Group, Groups, MlaDims, Packed, RopeLayout
 
 
@@ -65,66 +66,72 @@ def _join(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(tuple(parts))
 
 
+class _Results:
+    """Rows [N, H, W] of a set of groups, member by member, and the prefixes merged into them.
+
+    Two softmaxes over parts of the keys, with results x, y and log-sum-exps l, m, make the one over
+    all of them: x + (y - x) · sigmoid(m - l) (Milakov and Gimelshein, arXiv:1805.02867).
+    """
+
+    def __init__(self, groups: Groups) -> None:
+        self.has_lse = bool(groups.prefixes)
+        self._outs: list[torch.Tensor] = []
+        self._lses: list[torch.Tensor] = []
+
+    def add(self, attended: Attended, group: Group, width: int) -> None:
+        """A member's result, of which the first `width` values count."""
+        out_GQHW, lse_GQH = attended
+        self._outs.append(_rows(out_GQHW[..., :width], group))
+        if lse_GQH is not None:
+            self._lses.append(lse_GQH.flatten(0, 1))
+
+    def merged(self, prefixes: Sequence[tuple[Group, Attended]]) -> torch.Tensor:
+        """All rows."""
+        out_NHW = _join(self._outs)
+        if not prefixes:
+            return out_NHW
+        lse_NH = _join(self._lses)
+        for group, (part_1NHW, part_lse_1NH) in prefixes:
+            rows = slice(group.first_row, group.first_row + group.num_queries)
+            assert part_lse_1NH is not None
+            share_NH1 = (part_lse_1NH[0] - lse_NH[rows]).sigmoid_()[..., None]
+            own_NHW, part_NHW = out_NHW[rows], part_1NHW[0, ..., : out_NHW.shape[-1]]
+            own_NHW.copy_(torch.lerp(own_NHW.float(), part_NHW.float(), share_NH1))
+        return out_NHW
+
+
 def _attend(
     q_GQHD: torch.Tensor,
     k_GLKD: torch.Tensor,
     v_GLKW: torch.Tensor,
     group: Group,
     scale: float,
-) -> torch.Tensor:
-    """One SDPA for the group, or one for each of its query blocks → [G, Q, H, W]."""
+    *,
+    has_lse: bool = False,
+) -> Attended:
+    """One SDPA for the group, or one for each of its query blocks → [G, Q, H, W]; its log-sum-exp
+    [G, Q, H] where wanted."""
     block, num_queries = group.query_block, group.num_queries
     if block is None:
-        return _sdpa(q_GQHD, k_GLKD, v_GLKW, group.bias_GQL, scale, is_causal=group.is_causal)
+        bias, is_causal = group.bias_GQL, group.is_causal
+        if has_lse:
+            return sdpa(q_GQHD, k_GLKD, v_GLKW, bias, scale, is_causal=is_causal, call=flash)
+        return sdpa(q_GQHD, k_GLKD, v_GLKW, bias, scale, is_causal=is_causal)
+    assert not has_lse, "query blocks have no prefixes"
     if block == 1:  # of one sequence: its queries stand where others have sequences
         assert group.bias_GQL is not None and group.num_sequences == 1
         k, v = (part.expand(num_queries, -1, -1, -1) for part in (k_GLKD, v_GLKW))
         bias_Q1L = group.bias_GQL.transpose(0, 1)
-        return _sdpa(q_GQHD.transpose(0, 1), k, v, bias_Q1L, scale).transpose(0, 1)
+        out_QGHW, _ = sdpa(q_GQHD.transpose(0, 1), k, v, bias_Q1L, scale)
+        return out_QGHW.transpose(0, 1), None
     parts = []
     for start in range(0, num_queries, block):
         seen = group.num_keys - num_queries + start + block
         assert group.bias_GQL is not None
         bias = group.bias_GQL[:, :, group.num_keys - seen :]
         q = q_GQHD[:, start : start + block]
-        parts.append(_sdpa(q, k_GLKD[:, :seen], v_GLKW[:, :seen], bias, scale))
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
-
-
-def _sdpa(
-    q_GQHD: torch.Tensor,
-    k_GLKD: torch.Tensor,
-    v_GLKW: torch.Tensor,
-    bias_GQL: torch.Tensor | None,
-    scale: float,
-    *,
-    is_causal: bool = False,
-) -> torch.Tensor:
-    """SDPA with H/K query heads a kv head → [G, Q, H, W], without copying keys where it can."""
-    num_seqs, num_queries, num_heads, head_dim = q_GQHD.shape
-    num_kv_heads = k_GLKD.shape[2]
-    share = num_heads // num_kv_heads
-    k, v = k_GLKD.transpose(1, 2), v_GLKW.transpose(1, 2)  # [G, K, L, D or W]
-    bias = None if bias_GQL is None else bias_GQL[:, None]
-    if num_queries == 1:
-        q = q_GQHD.view(num_seqs, num_kv_heads, share, head_dim)
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=scale)
-        return out.reshape(num_seqs, 1, num_heads, -1)
-    if num_kv_heads == num_heads:
-        q = q_GQHD.transpose(1, 2)
-    elif num_kv_heads == 1:
-        q = q_GQHD.transpose(1, 2)
-        k, v = (part.expand(-1, num_heads, -1, -1) for part in (k, v))
-    elif num_seqs == 1:
-        q = q_GQHD.view(num_queries, num_kv_heads, share, head_dim).permute(1, 2, 0, 3)
-        k, v = (part[0, :, None].expand(-1, share, -1, -1) for part in (k, v))
-    else:
-        q = q_GQHD.transpose(1, 2)
-        k, v = (part.repeat_interleave(share, dim=1) for part in (k, v))
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, is_causal=is_causal, scale=scale)
-    if num_seqs == 1:
-        return out.reshape(1, num_heads, num_queries, -1).transpose(1, 2)
-    return out.transpose(1, 2)
+        parts.append(sdpa(q, k_GLKD[:, :seen], v_GLKW[:, :seen], bias, scale)[0])
+    return (parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)), None
 
 
 def to_latent(q_HNX: torch.Tensor, up_HXC: torch.Tensor, dims: MlaDims) -> torch.Tensor:
@@ -163,13 +170,18 @@ class Attention:
     ) -> torch.Tensor:
         """Grouped-query attention."""
         head_dim, dtype = q_THD.shape[-1], q_THD.dtype
-        q_NHD, parts = _ordered(q_THD, groups), []
-        for group in groups.members:
+        q_NHD, results = _ordered(q_THD, groups), _Results(groups)
+
+        def attend(group: Group) -> Attended:
             k_GLW = self._keys("keys", key_PBW, group, dtype)
             v_GLW = self._keys("values", value_PBW, group, dtype)
             k_GLKD, v_GLKD = (part.view(*part.shape[:2], -1, head_dim) for part in (k_GLW, v_GLW))
-            parts.append(_rows(_attend(_grid(q_NHD, group), k_GLKD, v_GLKD, group, scale), group))
-        out_NX = _join(parts).flatten(1)
+            q_GQHD = _grid(q_NHD, group)
+            return _attend(q_GQHD, k_GLKD, v_GLKD, group, scale, has_lse=results.has_lse)
+
+        for group in groups.members:
+            results.add(attend(group), group, head_dim)
+        out_NX = results.merged([(group, attend(group)) for group in groups.prefixes]).flatten(1)
         if groups.rows_N is None:
             return out_NX
         return torch.empty_like(out_NX).index_copy_(0, groups.rows_N, out_NX)
@@ -225,13 +237,17 @@ class Attention:
         q_HNX = q_NHD[..., : dims.nope].transpose(0, 1).contiguous()
         q_HNC = self._products.to_latent(q_HNX, up_HXC, dims)
         q_NHX = torch.cat((q_HNC.transpose(0, 1), q_NHD[..., dims.nope :]), dim=-1)
-        parts = []
-        for group in groups.members:
+        results = _Results(groups)
+
+        def attend(group: Group) -> Attended:
             row_GL1X = self._keys("keys", cache_PBW, group, q_NHD.dtype)[:, :, None]
-            z_GQHX = _attend(_grid(q_NHX, group), row_GL1X, row_GL1X, group, dims.scale)
-            parts.append(_rows(z_GQHX[..., : dims.latent], group))
-        z_HNC = _join(parts).transpose(0, 1).contiguous()
-        out_HNW = self._products.from_latent(z_HNC, up_HXC, dims)
+            q_GQHX = _grid(q_NHX, group)
+            return _attend(q_GQHX, row_GL1X, row_GL1X, group, dims.scale, has_lse=results.has_lse)
+
+        for group in groups.members:
+            results.add(attend(group), group, dims.latent)
+        z_NHC = results.merged([(group, attend(group)) for group in groups.prefixes])
+        out_HNW = self._products.from_latent(z_NHC.transpose(0, 1).contiguous(), up_HXC, dims)
         return out_HNW.transpose(0, 1).flatten(1)
 
     def _expanded(
@@ -243,8 +259,9 @@ class Attention:
         dims: MlaDims,
     ) -> torch.Tensor:
         """Keys and values of every head are made from the latent rows, used once and dropped."""
-        parts = []
-        for group in groups.members:
+        results = _Results(groups)
+
+        def attend(group: Group) -> Attended:
             row_GLX = self._keys("keys", cache_PBW, group, q_NHD.dtype)
             kv_XX = self._products.expand(row_GLX[..., : dims.latent].flatten(0, 1), kv_b)
             kv_GLHX = kv_XX.view(*row_GLX.shape[:2], dims.heads, dims.nope + dims.value)
@@ -252,6 +269,10 @@ class Attention:
             k_GLHD = torch.cat((kv_GLHX[..., : dims.nope], pe_GLHR), dim=-1)
             pad = max(0, dims.nope + dims.rope - dims.value)
             v_GLHD = F.pad(kv_GLHX[..., dims.nope :], (0, pad))
-            out_GQHD = _attend(_grid(q_NHD, group), k_GLHD, v_GLHD, group, dims.scale)
-            parts.append(_rows(out_GQHD[..., : dims.value], group))
-        return _join(parts).flatten(1)
+            q_GQHD = _grid(q_NHD, group)
+            return _attend(q_GQHD, k_GLHD, v_GLHD, group, dims.scale, has_lse=results.has_lse)
+
+        for group in groups.members:
+            results.add(attend(group), group, dims.value)
+        merged_NHW = results.merged([(group, attend(group)) for group in groups.prefixes])
+        return merged_NHW.flatten(1)

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 import torch
+import torch.nn.functional as F
 
 from batchmla.kernels.ops import Groups, MlaDims, Packed, RopeLayout
 from batchmla.kernels.reference.linear import plain
@@ -51,8 +52,14 @@ def _sequences(
                 seen_QL = seen_QL.tril(group.num_keys - group.num_queries)
             elif group.bias_GQL is not None:
                 seen_QL = group.bias_GQL[index].cpu() == 0
+            seen_QL = seen_QL[[query for _, query in here]]
             row_LW = cache_PBW[group.pages_GP[index]].flatten(0, 1)[: group.num_keys]
-            yield [row for row, _ in here], row_LW, seen_QL[[query for _, query in here]]
+            for prefix in groups.prefixes:
+                if group.first_row in range(prefix.first_row, prefix.first_row + prefix.num_rows):
+                    shared_LW = cache_PBW[prefix.pages_GP[0]].flatten(0, 1)[: prefix.num_keys]
+                    row_LW = torch.cat((shared_LW, row_LW))
+                    seen_QL = F.pad(seen_QL, (prefix.num_keys, 0), value=True)
+            yield [row for row, _ in here], row_LW, seen_QL
 
 
 def _attend(

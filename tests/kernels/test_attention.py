@@ -23,6 +23,20 @@ BATCHES = {
     "late chunks": [(5, 12), (8, 64), (31, 257)],
     "mixed": [(1, 9), (17, 40), (1, 257), (63, 63), (1, 1), (2, 100)],
 }
+# sequences whose first so many pages are those of the first of them
+PREFIXES: dict[str, list[tuple[range, int]]] = {}
+for name, sequences, prefixes in (
+    ("decodes behind one prefix", [(1, 150 + n) for n in range(9)], [(range(9), 16)]),
+    ("chunks behind one prefix", [(5, 140)] * 5 + [(7, 170)] * 5, [(range(10), 16)]),
+    ("all sorts", [(1, 150), (9, 140), (1, 300), (140, 140)] * 6, [(range(0, 21), 1)]),
+    (
+        "nested",
+        [(1, 300)] * 7 + [(3, 290)] * 6 + [(1, 20)] * 3,
+        [(range(13), 10), (range(6), 30), (range(7, 13), 30)],
+    ),
+    ("two prefixes", [(1, 200)] * 14, [(range(7), 24), (range(7, 14), 24)]),
+):
+    BATCHES[name], PREFIXES[name] = sequences, prefixes
 EVERY = [
     pytest.param(backend, dtype, batch, id=f"{backend}-{str(dtype)[6:]}-{batch.replace(' ', '_')}")
     for backend in ("cpu", "reference")
@@ -59,6 +73,11 @@ def make_case(batch: str, width: int, dtype: torch.dtype, is_shuffled: bool = Tr
             cache[mine[at // PAGE_TOKENS], at % PAGE_TOKENS] = values[at]
         rows.append(values)
         first += count
+    for members, num_pages in PREFIXES.get(batch, []):
+        shared = rows[members[0]][: num_pages * PAGE_TOKENS]
+        for index in members[1:]:
+            pages[index, :num_pages] = pages[members[0], :num_pages]
+            rows[index] = torch.cat((shared, rows[index][len(shared) :]))
     starts = np.cumsum([0, *(queries for queries, _ in sequences)])
     num_tokens = int(starts[-1])
     step = Step(
