@@ -102,10 +102,11 @@ def _expected_output(spec: JobSpec, good_rows: int, most_output: int) -> tuple[i
         tokens = min(round(mean * good_rows), most_output)
         return tokens, f"{mean:.0f} output tokens a row, as in this job's last run"
     limit = "sampling.max_tokens is null, so each row may fill the context"
-    if spec.sampling.max_tokens is not None:
-        limit = (
-            f"up to sampling.max_tokens = {spec.sampling.max_tokens:,} a row, within the context"
-        )
+    most = spec.sampling.max_tokens
+    if isinstance(most, int):
+        limit = f"up to sampling.max_tokens = {most:,} a row, within the context"
+    elif most is not None:
+        limit = f"sampling.max_tokens of each row from the column {most.column}"
     return most_output, (
         f"at most {most_output:,} output tokens ({limit}); rows that stop earlier take less time"
     )

@@ -126,6 +126,8 @@ def local_text(spec: JobSpec, table: Table, limit_tokens: int | None = None) -> 
     if limit_tokens is None:
         limit_tokens = plan_local_engine(spec, folder).max_model_len
     text = LocalText(spec, folder, table.columns, limit_tokens)
+    for field, column in text.sampling.columns.items():
+        table.require([column], f"sampling.{field}")
     table.require(text.columns, "prompt")
     table.select(text.columns)  # no other column is turned into Python objects
     return text

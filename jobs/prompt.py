@@ -15,6 +15,7 @@ from batchmla.errors import JobError
 from batchmla.jobs.conversation import MessagesPrompt, RawPrompt, RowFault, UserPrompt
 from batchmla.jobs.row import Row
 from batchmla.jobs.sampling import Sampling
+from batchmla.jobs.sampling_values import BadValue
 from batchmla.jobs.settings import JobSpec, ReasoningSettings
 from batchmla.text.chat import ChatTemplate
 from batchmla.text.marked import MarkedText
@@ -77,10 +78,10 @@ class PromptMaker:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """The columns that prompts are made of."""
+        """The columns that prompts and their sampling values are made of."""
         maker = self._raw or self._talk
         assert maker is not None
-        return maker.columns
+        return tuple(dict.fromkeys((*maker.columns, *self._sampling.columns.values())))
 
     def text(self, row: Row) -> MarkedText:
         """The prompt's text as the model will get it. Raises RowFault."""
@@ -137,13 +138,23 @@ class PromptMaker:
             raise RowFault("the prompt is empty: it has no tokens")
         if self._limit_tokens is not None and len(ids) >= self._limit_tokens:
             raise RowFault(self._too_long(f"{len(ids)}"))
+        params, seed = self._sampled(row)
         return Prompt(
             row_id=row.id,
             index=row.index,
-            params=self._row_params(ids),
+            params=self._with_budget(params, ids),
             token_ids=ids,
-            stream_key=stream_key(self._sampling.seed, row.typed_id, 0),
+            stream_key=stream_key(seed, row.typed_id, 0),
         )
+
+    def _sampled(self, row: Row) -> tuple[SamplingParams, int]:
+        """The row's parameters before the budget, and its seed."""
+        if not self._sampling.columns:
+            return self._sampling.params, self._sampling.seed
+        try:
+            return self._sampling.of_row(self._sampling.from_columns(row.values))
+        except BadValue as fault:
+            raise RowFault(str(fault)) from None
 
     def _with_bos(self, ids: TokenIds) -> TokenIds:
         bos = self._tokenizer.encode(self._tokenizer.special_tokens["bos_token"])
@@ -168,14 +179,16 @@ class PromptMaker:
             f"(context of {limit} tokens, one of them for the answer)"
         )
 
-    def _row_params(self, ids: TokenIds) -> SamplingParams:
+    def _with_budget(self, params: SamplingParams, ids: TokenIds) -> SamplingParams:
         if self._budget is None:
-            return self._sampling.params
+            return params
         is_open = self._reasoner.is_open(ids)
-        if self._budget.depends_on_prompt:
-            return self._budget.applied(self._sampling.params, is_open, self._room(ids))
+        if self._budget.depends_on_prompt(params):
+            return self._budget.applied(params, is_open, self._room(ids))
+        if params is not self._sampling.params:
+            return self._budget.applied(params, is_open, None)
         if is_open not in self._params:
-            self._params[is_open] = self._budget.applied(self._sampling.params, is_open, None)
+            self._params[is_open] = self._budget.applied(params, is_open, None)
         return self._params[is_open]
 
     def _room(self, ids: TokenIds) -> int:
@@ -194,13 +207,11 @@ class _BudgetRule:
         self,
         reasoner: Reasoner,
         *,
-        max_tokens: int | None,
         budget: int | None,
         share: float | None,
         message_ids: TokenIds | None,
     ) -> None:
         self._reasoner = reasoner
-        self._max_tokens = max_tokens
         self._budget = budget
         self._share = share
         message = () if message_ids is None else tuple(message_ids.tolist())
@@ -235,7 +246,6 @@ class _BudgetRule:
         message = settings.budget_message
         rule = cls(
             reasoner,
-            max_tokens=params.max_tokens,
             budget=settings.budget,
             share=settings.budget_share,
             message_ids=None if not message else tokenizer.encode_plain(message),
@@ -252,10 +262,9 @@ class _BudgetRule:
                 )
         return rule
 
-    @property
-    def depends_on_prompt(self) -> bool:
-        """Whether the count differs from row to row."""
-        return self._budget is None and self._max_tokens is None
+    def depends_on_prompt(self, params: SamplingParams) -> bool:
+        """Whether the count is a share of what the prompt leaves."""
+        return self._budget is None and params.max_tokens is None
 
     def count(self, max_tokens: int) -> int:
         """Most reasoning tokens of a row that may generate `max_tokens`."""
@@ -266,7 +275,7 @@ class _BudgetRule:
 
     def applied(self, params: SamplingParams, is_open: bool, room: int | None) -> SamplingParams:
         """`params` with the budget of a row; `room` are the tokens that its context leaves."""
-        limit = self._max_tokens if self._max_tokens is not None else room
+        limit = params.max_tokens if params.max_tokens is not None else room
         budget = Budget(
             max_reasoning_tokens=self.count(limit or 0),
             start_ids=self._reasoner.start_ids,

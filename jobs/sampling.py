@@ -1,22 +1,23 @@
 """The sampling values of a job: its own, else generation_config.json's, else neutral ones.
 
-Every value is kept with its source, for the plan and the manifest.
+Every value is kept with its source, for the plan and the manifest. Values of rows come on top.
 """
 
 import json
-import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from batchmla.core import SamplingParams
 from batchmla.errors import JobError
-from batchmla.jobs.settings import SamplingSettings
+from batchmla.jobs.sampling_values import MODEL_RULES, BadValue, make_params, read_value
+from batchmla.jobs.settings import ColumnRef, SamplingSettings
 
 Source = Literal["job", "generation_config", "default"]
 
 _FILE = "generation_config.json"
+_JOB_FIELDS = ("max_tokens", "min_tokens", "seed", "stop_token_ids", "ignore_eos")
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,29 +30,41 @@ class Sourced:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """What all rows of a job share. `sources` has every value by its name in the job file."""
+    """`params` and `seed` of a row that brings no values of its own.
+
+    `sources` has every value by its name in the job file, `columns` the input columns (by field)
+    that rows bring their values in, `values` what goes for a row where they are null.
+    """
 
     params: SamplingParams
     seed: int
     sources: Mapping[str, Sourced]
+    columns: Mapping[str, str]
+    values: Mapping[str, Any]
+    eos_ids: frozenset[int]
+    vocab_limit: int | None
 
+    def of_row(self, given: Mapping[str, tuple[str, Any]]) -> tuple[SamplingParams, int]:
+        """Parameters and seed with the values that a row brings: field → (who gives it, value).
 
-@dataclass(frozen=True, slots=True)
-class _Rule:
-    """The neutral value of a sampling field, and which numbers it may take."""
+        Null and NaN count as not given. Raises BadValue.
+        """
+        own = {
+            name: read_value(name, where, value, self.vocab_limit)
+            for name, (where, value) in given.items()
+            if value is not None and value == value
+        }
+        if not own:
+            return self.params, self.seed
+        values = {**self.values, **own}
+        return make_params(values, self.eos_ids, self.vocab_limit), values["seed"]
 
-    neutral: float
-    allows: Callable[[float], bool]
-    range: str
-
-
-_RULES = {
-    "temperature": _Rule(1.0, lambda v: v >= 0, "0 or more"),
-    "top_p": _Rule(1.0, lambda v: 0 < v <= 1, "above 0 and at most 1"),
-    "top_k": _Rule(0, lambda v: v >= 0 and v == int(v), "a whole number, 0 or more"),
-    "min_p": _Rule(0.0, lambda v: 0 <= v <= 1, "from 0 to 1"),
-    "repetition_penalty": _Rule(1.0, lambda v: v > 0, "above 0"),
-}
+    def from_columns(self, row: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
+        """What a row's columns give, for `of_row`."""
+        return {
+            name: (f"sampling.{name} from column {column!r}", row.get(column))
+            for name, column in self.columns.items()
+        }
 
 
 def read_generation_config(folder: str | Path) -> dict[str, Any]:
@@ -80,66 +93,66 @@ def resolve_sampling(
     `eos_ids` are what the tokenizer and config.json name as end of text; those of the generation
     config are added. `vocab_limit`: one more than the highest token id.
     """
-    sources = {name: _resolve(name, settings, generation_config) for name in _RULES}
-    for name in ("max_tokens", "min_tokens", "seed", "stop_token_ids", "ignore_eos"):
-        is_given = name in settings.model_fields_set
-        sources[name] = Sourced(getattr(settings, name), "job" if is_given else "default")
     listed = _id_list(generation_config.get("eos_token_id"))
     eos = frozenset(eos_ids) | listed
+    sources: dict[str, Sourced] = {}
+    columns: dict[str, str] = {}
+    values: dict[str, Any] = {}
+    try:
+        for name in (*MODEL_RULES, *_JOB_FIELDS):
+            given = getattr(settings, name)
+            if isinstance(given, ColumnRef):
+                columns[name] = given.column
+                sources[name] = Sourced({"column": given.column}, "job")
+                given = _unset(name)
+                values[name] = _resolve(name, given, False, generation_config, vocab_limit).value
+            else:
+                is_given = name in settings.model_fields_set
+                sources[name] = _resolve(name, given, is_given, generation_config, vocab_limit)
+                values[name] = sources[name].value
+        params = make_params(values, eos, vocab_limit)
+    except BadValue as fault:
+        raise JobError(str(fault)) from None
     sources["eos_token_ids"] = Sourced(
         tuple(sorted(eos)), "generation_config" if listed else "default"
     )
-    max_tokens, min_tokens = settings.max_tokens, settings.min_tokens
-    if max_tokens is not None and max_tokens < 1:
-        raise JobError(f"sampling.max_tokens: {max_tokens} is out of range; it must be 1 or more")
-    if min_tokens < 0 or (max_tokens is not None and min_tokens > max_tokens):
-        raise JobError(
-            f"sampling.min_tokens: {min_tokens} is out of range; it must be from 0 to "
-            "sampling.max_tokens"
-        )
-    stop_ids = frozenset(settings.stop_token_ids)
-    beyond = sorted(i for i in stop_ids if i < 0 or (vocab_limit is not None and i >= vocab_limit))
-    if beyond:
-        raise JobError(
-            f"sampling.stop_token_ids: {beyond[0]} is no token of the model; its ids end at "
-            f"{(vocab_limit or 0) - 1}"
-        )
-    if min_tokens > 0 and vocab_limit is not None and len(stop_ids | eos) >= vocab_limit:
-        raise JobError(
-            "sampling.stop_token_ids: they are all tokens of the model, so none is left to draw "
-            f"before sampling.min_tokens {min_tokens}; take some out"
-        )
-    params = SamplingParams(
-        max_tokens=max_tokens,
-        min_tokens=min_tokens,
-        temperature=float(sources["temperature"].value),
-        top_p=float(sources["top_p"].value),
-        top_k=int(sources["top_k"].value),
-        min_p=float(sources["min_p"].value),
-        repetition_penalty=float(sources["repetition_penalty"].value),
-        stop_ids=stop_ids if settings.ignore_eos else stop_ids | eos,
+    return Sampling(
+        params=params,
+        seed=values["seed"],
+        sources=sources,
+        columns=columns,
+        values=values,
+        eos_ids=eos,
+        vocab_limit=vocab_limit,
     )
-    return Sampling(params=params, seed=settings.seed, sources=sources)
 
 
-def _resolve(name: str, settings: SamplingSettings, config: Mapping[str, Any]) -> Sourced:
-    rule = _RULES[name]
-    value: Any = getattr(settings, name)
+def _unset(name: str) -> Any:
+    """The value of a field that the job file does not give."""
+    return SamplingSettings.model_fields[name].default
+
+
+def _resolve(
+    name: str,
+    value: Any,
+    is_given: bool,
+    config: Mapping[str, Any],
+    vocab_limit: int | None,
+) -> Sourced:
+    where = f"sampling.{name}"
+    if name not in MODEL_RULES:
+        if value is not None:
+            value = read_value(name, where, value, vocab_limit)
+        return Sourced(value, "job" if is_given else "default")
     if value is not None:
-        return Sourced(_checked(f"sampling.{name}", value, rule), "job")
+        return Sourced(read_value(name, where, value, vocab_limit), "job")
     if name == "temperature" and config.get("do_sample") is False:
         return Sourced(0.0, "generation_config")
     value = config.get(name)
     if value is None:
-        return Sourced(rule.neutral, "default")
-    return Sourced(_checked(f"{_FILE}: {name}", value, rule), "generation_config")
-
-
-def _checked(field: str, value: Any, rule: _Rule) -> float:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not math.isfinite(value) or not rule.allows(value):
-        raise JobError(f"{field}: {value!r} is out of range; it must be {rule.range}")
-    return float(value) if isinstance(rule.neutral, float) else int(value)
+        return Sourced(MODEL_RULES[name].neutral, "default")
+    found = read_value(name, f"{_FILE}: {name}", value, vocab_limit)
+    return Sourced(found, "generation_config")
 
 
 def _id_list(value: Any) -> frozenset[int]:

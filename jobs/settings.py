@@ -30,6 +30,12 @@ class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
+class ColumnRef(Section):
+    """A value that each row brings along; a row where it is null has the model's default."""
+
+    column: Annotated[str, Field(min_length=1)]
+
+
 class ParallelSettings(Section):
     """Ranks per dimension."""
 
@@ -83,22 +89,22 @@ class PromptSettings(Section):
 class SamplingSettings(Section):
     """How tokens are drawn; None is the model's default (`max_tokens`: the rest of the context)."""
 
-    max_tokens: Positive | None = None
-    min_tokens: Count = 0
-    temperature: Annotated[float, Field(ge=0.0)] | None = None
-    top_p: Share | None = None
-    top_k: Count | None = None
-    min_p: Annotated[float, Field(ge=0.0, le=1.0)] | None = None
-    repetition_penalty: Annotated[float, Field(gt=0.0)] | None = None
+    max_tokens: Positive | ColumnRef | None = None
+    min_tokens: Count | ColumnRef = 0
+    temperature: Annotated[float, Field(ge=0.0)] | ColumnRef | None = None
+    top_p: Share | ColumnRef | None = None
+    top_k: Count | ColumnRef | None = None
+    min_p: Annotated[float, Field(ge=0.0, le=1.0)] | ColumnRef | None = None
+    repetition_penalty: Annotated[float, Field(gt=0.0)] | ColumnRef | None = None
     frequency_penalty: Annotated[float, Field(ge=-2.0, le=2.0)] = 0.0
     presence_penalty: Annotated[float, Field(ge=-2.0, le=2.0)] = 0.0
     logit_bias: Mapping[int, float] = {}
     bad_words: Texts = ()
-    seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] = 0
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | ColumnRef = 0
     n: Positive = 1
     stop: Texts = ()
-    stop_token_ids: TokenIdList = ()
-    ignore_eos: bool = False
+    stop_token_ids: TokenIdList | ColumnRef = ()
+    ignore_eos: bool | ColumnRef = False
     logprobs: Count | None = None
     prompt_logprobs: Count | None = None
     structured: Mapping[str, Any] | None = None

@@ -177,11 +177,11 @@ def broken_rules(spec: JobSpec) -> Iterator[tuple[KeyPath, str]]:
                 (section, key),
                 f"{section}.{key} must be a path: text that is not empty and holds no NUL",
             )
-    if sampling.max_tokens is not None and sampling.min_tokens > sampling.max_tokens:
+    most, least = sampling.max_tokens, sampling.min_tokens
+    if isinstance(most, int) and isinstance(least, int) and least > most:
         yield (
             ("sampling", "min_tokens"),
-            f"sampling.min_tokens {sampling.min_tokens} is more than sampling.max_tokens "
-            f"{sampling.max_tokens}",
+            f"sampling.min_tokens {least} is more than sampling.max_tokens {most}",
         )
     if (reasoning.start is None) != (reasoning.end is None):
         yield ("reasoning",), "reasoning.start and reasoning.end go together; give both or neither"

@@ -27,8 +27,8 @@ def _is_url(value: Any) -> bool:
     return any(isinstance(text, str) and _URL.match(text) is not None for text in values)
 
 
-def _is_column(value: Any) -> bool:
-    return isinstance(value, Mapping) and set(value) == {"column"}
+def _is_many(value: Any) -> bool:
+    return isinstance(value, Mapping) or (type(value) is int and value > 1)
 
 
 def _equals(*refused: Any) -> Callable[[Any], bool]:
@@ -48,7 +48,7 @@ def _differs(built: Any) -> Callable[[Any], bool]:
 
 @dataclass(frozen=True, slots=True)
 class Unbuilt:
-    """A field (`*`: any key of its section), the values refused, and what to do instead."""
+    """A field, the values refused, and what to do instead."""
 
     field: str
     refuses: Callable[[Any], bool]
@@ -71,12 +71,11 @@ UNBUILT = (
         _equals("truncate_left", "truncate_right", "truncate_middle"),
         "leave it at error: only the rows that are too long fail",
     ),
-    Unbuilt("sampling.*", _is_column, "give one value for all rows"),
     Unbuilt("sampling.frequency_penalty", _differs(0.0), "leave it at 0"),
     Unbuilt("sampling.presence_penalty", _differs(0.0), "leave it at 0"),
     Unbuilt("sampling.logit_bias", _is_filled, "leave it out"),
     Unbuilt("sampling.bad_words", _is_filled, "leave it out"),
-    Unbuilt("sampling.n", lambda value: type(value) is int and value > 1, "leave it at 1"),
+    Unbuilt("sampling.n", _is_many, "leave it at 1"),
     Unbuilt("sampling.stop", _is_filled, "use sampling.stop_token_ids"),
     Unbuilt("sampling.logprobs", _is_given, "leave it out"),
     Unbuilt("sampling.prompt_logprobs", _is_given, "leave it out"),
@@ -102,8 +101,6 @@ def unbuilt_faults(raw: Mapping[Any, Any]) -> Iterator[tuple[KeyPath, str]]:
             section = section.get(key) if isinstance(section, Mapping) else None
         if not isinstance(section, Mapping):
             continue
-        for key in list(section) if last == "*" else [last]:
-            if key in section and entry.refuses(section[key]):
-                path = (*parents, str(key))
-                shown = f"{'.'.join(path)}: {show_value(section[key])}"
-                yield path, f"{shown} is not built yet; {entry.message}"
+        if last in section and entry.refuses(section[last]):
+            shown = f"{entry.field}: {show_value(section[last])}"
+            yield (*parents, last), f"{shown} is not built yet; {entry.message}"

@@ -200,6 +200,9 @@ def _allowed(annotation: Any, bounds: tuple[Any, ...] = ()) -> Iterator[str]:
     else:
         section = _section_of(annotation)
         names = ", ".join(section.model_fields) if section is not None else ""
+        if names == "column":
+            yield "{column: NAME}"
+            return
         yield f"a map with the keys {names}" if names else "a map"
 
 

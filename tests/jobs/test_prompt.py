@@ -420,3 +420,32 @@ def test_bounds_leave_ordinary_templates_alone(folder):
     loop = _maker(folder, prompt={"raw": "{% for i in range(60000) %}{% endfor %}{{ text }}"})
     for _ in range(20):  # the limit is that of one rendering
         assert _text(loop, text="a") == "a"
+
+
+def test_sampling_values_come_from_the_rows_columns(folder):
+    sampling = {"temperature": {"column": "number"}, "seed": {"column": "items"}, "top_k": 3}
+    maker = _maker(folder, prompt={"raw": "text"}, sampling=sampling)
+    assert maker.columns == ("text", "number", "items")
+    rows = [
+        _row(0, text="a", number=0.5, items=1),
+        _row(1, text="a", number=None, items=None),
+        _row(2, text="a", number="hot", items=1),
+    ]
+    own, plain, fault = maker.prompts(rows)
+    assert (own.params.temperature, own.params.top_k) == (0.5, 3)
+    assert own.stream_key == stream_key(1, 0, 0)
+    assert (plain.params.temperature, plain.stream_key) == (1.0, stream_key(0, 1, 0))
+    assert fault == (
+        "sampling.temperature from column 'number': 'hot' is out of range; it must be 0 or more"
+    )
+
+
+def test_a_budget_share_follows_the_rows_own_max_tokens(folder):
+    sampling = {"max_tokens": {"column": "number"}}
+    reasoning = {"budget_share": 0.5}
+    maker = _maker(
+        folder, limit=200, prompt={"user": "{{ text }}"}, sampling=sampling, reasoning=reasoning
+    )
+    few, rest = maker.prompts([_row(0, text="a", number=40), _row(1, text="a", number=None)])
+    assert few.params.budget.max_reasoning_tokens == 20
+    assert rest.params.budget.max_reasoning_tokens == (200 - len(rest.token_ids)) // 2

@@ -1,11 +1,14 @@
 """Sampling values: the job's, else the model's, else neutral; each with its source."""
 
 import json
+from decimal import Decimal
+from typing import Any
 
 import pytest
 
 from batchmla.errors import JobError
-from batchmla.jobs.sampling import read_generation_config, resolve_sampling
+from batchmla.jobs.sampling import Sampling, read_generation_config, resolve_sampling
+from batchmla.jobs.sampling_values import ROW_FIELDS, BadValue
 from batchmla.jobs.settings import SamplingSettings
 
 
@@ -112,3 +115,67 @@ def test_stop_ids_that_are_all_tokens_leave_nothing_to_draw_before_min_tokens():
         resolve_sampling(settings, {}, eos_ids=[3], vocab_limit=4)
     resolve_sampling(settings, {}, eos_ids=[3], vocab_limit=5)
     resolve_sampling(SamplingSettings(stop_token_ids=[0]), {}, eos_ids=[1], vocab_limit=2)
+
+
+def by_row(config: dict[str, Any] | None = None, **job: Any) -> Sampling:
+    """Every field that a row may bring comes from a column of its name, but for those of `job`."""
+    columns = {name: {"column": name} for name in ROW_FIELDS}
+    settings = SamplingSettings.model_validate({**columns, **job})
+    return resolve_sampling(settings, config or {}, eos_ids=[2], vocab_limit=100)
+
+
+def test_a_row_brings_its_own_values():
+    made = by_row()
+    row = {
+        "temperature": 0, "top_p": 0.5, "top_k": 7.0, "min_p": Decimal("0.25"), "seed": -3,
+        "repetition_penalty": 1.5, "max_tokens": Decimal(9), "min_tokens": 1,
+        "stop_token_ids": [5, 6], "ignore_eos": True,
+    }  # fmt: skip
+    params, seed = made.of_row(made.from_columns(row))
+    assert (params.temperature, params.top_p, params.top_k, params.min_p) == (0.0, 0.5, 7, 0.25)
+    assert (params.repetition_penalty, params.max_tokens, params.min_tokens) == (1.5, 9, 1)
+    assert params.stop_ids == {5, 6} and seed == -3
+    assert type(params.temperature) is float and type(params.top_k) is int
+    assert made.sources["top_k"].value == {"column": "top_k"}
+
+
+def test_a_null_is_a_field_that_the_job_does_not_give():
+    config = {"temperature": 0.6, "top_k": 20, "eos_token_id": [3]}
+    made = by_row(config)
+    params, seed = made.of_row(made.from_columns({"temperature": None, "top_k": float("nan")}))
+    assert (params.temperature, params.top_k, params.top_p) == (0.6, 20, 1.0)
+    assert params.stop_ids == {2, 3} and params.max_tokens is None and seed == 0
+    only_one, _ = made.of_row(made.from_columns({"top_p": 0.9}))
+    assert (only_one.temperature, only_one.top_p) == (0.6, 0.9)
+    assert by_row(config, temperature=0.1).of_row({})[0].temperature == 0.1
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("temperature", -0.5, "-0.5 is out of range; it must be 0 or more"),
+        ("temperature", "0.5", "'0.5' is out of range"),
+        ("temperature", True, "True is out of range"),
+        ("temperature", float("inf"), "inf is out of range"),
+        ("top_p", 0, "above 0 and at most 1"),
+        ("top_k", 1.5, "a whole number, 0 or more"),
+        ("max_tokens", 0, "a whole number, 1 or more"),
+        ("seed", 2**64, "a whole number of 64 bits"),
+        ("stop_token_ids", [5, 100], "100 is no token of the model; its ids end at 99"),
+        ("stop_token_ids", 5, "it must be a list of token ids"),
+        ("ignore_eos", 1, "it must be true or false"),
+    ],
+)
+def test_a_value_that_a_row_cannot_take_names_field_and_column(name, value, said):
+    made = by_row()
+    with pytest.raises(BadValue) as caught:
+        made.of_row(made.from_columns({name: value}))
+    assert str(caught.value).startswith(f"sampling.{name} from column {name!r}: ")
+    assert said in str(caught.value)
+
+
+def test_values_of_a_row_must_not_contradict_the_jobs():
+    made = by_row(min_tokens=5)
+    with pytest.raises(BadValue, match=r"min_tokens: 5 is out of range.*which is 3"):
+        made.of_row(made.from_columns({"max_tokens": 3}))
+    assert made.of_row(made.from_columns({"max_tokens": 5}))[0].max_tokens == 5

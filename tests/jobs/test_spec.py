@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from batchmla.errors import JobError
+from batchmla.jobs.sampling_values import ROW_FIELDS
 from batchmla.jobs.settings import JobSpec
 from batchmla.jobs.spec import build_spec, load_spec
 from batchmla.jobs.unbuilt import UNBUILT
@@ -67,6 +68,7 @@ def test_every_key_of_the_contract_exists() -> None:
     expected = {"name"} | set(sections)
     for section, keys in sections.items():
         expected |= {f"{section}.{key}" for key in keys.split()}
+    expected |= {f"sampling.{name}.column" for name in ROW_FIELDS}
     assert {".".join(path) for path in known_keys(JobSpec)} == expected
 
 
@@ -180,7 +182,7 @@ def test_unknown_keys_name_the_nearest(tmp_path: Path, line: str, said: str) -> 
         ("sampling.n=0", "sampling.n is 0; it must be a whole number of at least 1"),
         (
             "sampling.temperature=hot",
-            'is the text "hot"; it must be a number of at least 0 or null',
+            'is the text "hot"; it must be a number of at least 0 or {column: NAME} or null',
         ),
         ("sampling.temperature=.nan", "sampling.temperature is nan"),
         ("sampling.seed=1.5", "sampling.seed is 1.5; it must be a whole number"),
@@ -234,8 +236,8 @@ def test_all_faults_come_at_once_in_the_order_of_the_file(tmp_path: Path) -> Non
         "model.speculative=mtp", "input.path=s3://b/x.parquet", "input.path=[a.jsonl, gs://b/x]",
         "input.format=openai_batch", "input.format=dataset",
         "prompt.tools=tools.json", "prompt.too_long=truncate_left",
-        "prompt.too_long=truncate_middle", "sampling.temperature={column: t}",
-        "sampling.max_tokens={column: t}", "sampling.stop={column: t}",
+        "prompt.too_long=truncate_middle", "sampling.n={column: t}",
+        "sampling.frequency_penalty={column: t}", "sampling.stop={column: t}",
         "sampling.frequency_penalty=0.5", "sampling.presence_penalty=-1",
         "sampling.logit_bias={5: 1.0}", "sampling.bad_words=[no]", "sampling.n=2",
         "sampling.stop=[END]", "sampling.logprobs=5", "sampling.logprobs=0",
@@ -268,6 +270,8 @@ def test_the_table_of_refusals_names_only_known_keys() -> None:
         "reasoning.loop_guard=null", "executor={kind: local, replicas: 1, address: auto}",
         "sampling.bad_words=[]", "prompt.too_long=error", "sampling.temperature=0",
         "errors.max=1", "errors.max=0", "errors.max=0.0", "errors.max=0.999",
+        "sampling.temperature={column: t}", "sampling.seed={column: t}",
+        "sampling.max_tokens={column: t}", "sampling.ignore_eos={column: t}",
         "input.path=[a.jsonl, b.jsonl]", "reasoning.budget=0", "engine.block_size=16",
     ],
 )  # fmt: skip
