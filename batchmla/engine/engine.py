@@ -37,7 +37,7 @@ from batchmla.models.base import Model, ModelConfig
 from batchmla.models.load import count_model, load_model
 from batchmla.parallel import Par
 from batchmla.placement import Placement
-from batchmla.weights.folder import find_model
+from batchmla.weights.folder import find_model, refuse_pointer
 
 logger = logging.getLogger(__name__)
 
@@ -221,10 +221,12 @@ def read_config(folder: Path) -> dict[str, Any]:
     """The folder's `config.json`."""
     path = folder / "config.json"
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
+        data = path.read_bytes()
+        raw = json.loads(data)
     except OSError as error:
         raise JobError(f"{path} cannot be read ({error.strerror}); give a model folder") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
+        refuse_pointer(path, data)
         raise JobError(f"{path} is not JSON ({error}); copy it again from the model") from error
     if not isinstance(raw, dict):
         raise JobError(f"{path} holds no JSON object; copy it again from the model")

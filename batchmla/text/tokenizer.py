@@ -26,6 +26,7 @@ from batchmla.text.tokenizer_files import (
     converted,
     read_json,
     special_tokens,
+    unreadable,
 )
 
 
@@ -64,7 +65,7 @@ class Tokenizer:
         except JobError:
             raise
         except Exception as fault:  # the library raises bare Exception on a bad file
-            raise JobError(f"{file} is not a tokenizer: {fault}") from None
+            raise unreadable(file, f"is not a tokenizer: {fault}") from None
 
     def __len__(self) -> int:
         """One more than the highest id."""

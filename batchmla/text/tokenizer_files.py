@@ -21,6 +21,9 @@ _NAMED = (
 )
 
 
+_LFS_POINTER = b"version https://git-lfs"
+
+
 def read_json(file: Path) -> dict[str, Any]:
     """The object in a JSON file, {} without the file."""
     if not file.is_file():
@@ -28,10 +31,20 @@ def read_json(file: Path) -> dict[str, Any]:
     try:
         content = json.loads(file.read_bytes())
     except ValueError as fault:
-        raise JobError(f"{file} is not JSON: {fault}") from None
+        raise unreadable(file, f"is not JSON: {fault}") from None
     if not isinstance(content, dict):
         raise JobError(f"{file} must hold a JSON object")
     return content
+
+
+def unreadable(file: Path, reason: str) -> JobError:
+    """The error of a file that `reason` makes useless, or that only points to the real one."""
+    with file.open("rb") as content:
+        if content.read(len(_LFS_POINTER)) == _LFS_POINTER:
+            return JobError(
+                f"{file} is a git-LFS pointer, not the file itself; run git lfs pull in that folder"
+            )
+    return JobError(f"{file} {reason}")
 
 
 def converted(folder: Path) -> tokenizers.Tokenizer:

@@ -11,11 +11,11 @@ import torch
 from safetensors import safe_open
 
 from batchmla.errors import JobError
+from batchmla.weights.folder import LFS_POINTER, refuse_pointer
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 LENGTH_BYTES = 8
-LFS_POINTER = b"version https://git-lfs"
 MAX_LISTED = 8  # faults of one kind that are named; the others are counted
 AGAIN = "download the model again"
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
@@ -141,10 +141,7 @@ def _read_index(path: Path, faults: list[str]) -> dict[Path, list[str] | None]:
     except OSError as error:
         raise JobError(f"{path} cannot be read ({error.strerror}); {AGAIN}") from error
     except (ValueError, RecursionError) as error:
-        if data.startswith(LFS_POINTER):
-            raise JobError(
-                f"{path} is a git-LFS pointer, not the file itself; run git lfs pull in that folder"
-            ) from error
+        refuse_pointer(path, data)
         raise JobError(f"{path} is not JSON; {AGAIN}") from error
     weight_map = raw.get("weight_map") if isinstance(raw, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:

@@ -6,6 +6,15 @@ from pathlib import Path
 from batchmla.errors import JobError
 
 BUILTIN = "builtin:"
+LFS_POINTER = b"version https://git-lfs"
+
+
+def refuse_pointer(path: Path, data: bytes) -> None:
+    """A `JobError` if `data`, the content of `path`, only says where git-LFS has the file."""
+    if data.startswith(LFS_POINTER):
+        raise JobError(
+            f"{path} is a git-LFS pointer, not the file itself; run git lfs pull in that folder"
+        )
 
 
 def find_model(path: str, revision: str = "main") -> Path:

@@ -284,6 +284,8 @@ def test_least_tokens_is_a_lower_bound():
         ("tokenizer.json", "{", "is not a tokenizer"),
         ("tokenizer_config.json", "[1]", "must hold a JSON object"),
         ("tokenizer_config.json", "{,", "is not JSON"),
+        ("tokenizer.json", "version https://git-lfs.github.com/spec/v1", "run git lfs pull"),
+        ("tokenizer_config.json", "version https://git-lfs.github.com/x", "is a git-LFS pointer"),
     ],
 )
 def test_broken_files_are_named(tmp_path, name, content, sentence):

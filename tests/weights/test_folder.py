@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from batchmla.engine.engine import read_config
 from batchmla.errors import JobError
 from batchmla.jobs.manifest import model_fingerprint
 from batchmla.weights.folder import find_model
@@ -63,3 +64,24 @@ def test_a_weights_folder_and_an_unreadable_file_are_named(tmp_path: Path) -> No
     (tmp_path / "model.safetensors").mkdir()
     with pytest.raises(JobError, match=r"model\.safetensors is a folder where a file should be"):
         model_fingerprint(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (
+            b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 700\n",
+            r"config\.json is a git-LFS pointer, not the file itself; run git lfs pull",
+        ),
+        (b"versions", "is not JSON .*copy it again"),
+        (b"\xff\xfe", "is not JSON"),
+        (b"[" * 100_000, "is not JSON"),
+        (b"[]", "holds no JSON object"),
+    ],
+)
+def test_a_config_that_is_none_is_told_in_words(
+    tmp_path: Path, content: bytes, message: str
+) -> None:
+    (tmp_path / "config.json").write_bytes(content)
+    with pytest.raises(JobError, match=message):
+        read_config(tmp_path)
