@@ -117,23 +117,26 @@ class MessagesPrompt:
         self.columns = (column,)
 
     def messages(self, values: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """The conversation of one row.
+        """The conversation of one row."""
+        return messages_of(_present(self._column, values), f"column {self._column!r}", self._column)
 
-        Text parts of a content are joined by line breaks. A conversation must leave the next turn
-        to the assistant.
-        """
-        value = _present(self._column, values)
-        where = f"column {self._column!r}"
-        if not isinstance(value, list):
-            raise RowFault(f"{where} holds {_no_messages(value, self._column)}")
-        if not value:
-            raise RowFault(f"{where}: the conversation is empty")
-        messages = [_message(item, f"{where}, message {n}") for n, item in enumerate(value)]
-        if messages[0]["role"] == "tool":
-            raise RowFault(f"{where}: the conversation starts with a tool message")
-        if messages[-1]["role"] == "assistant":
-            raise RowFault(f"{where}: the conversation ends with an assistant message")
-        return messages
+
+def messages_of(value: Any, where: str, column: str | None = None) -> list[dict[str, Any]]:
+    """A conversation as a row has it, `where` names its place. Raises RowFault.
+
+    Text parts of a content are joined by line breaks. A conversation must leave the next turn to
+    the assistant.
+    """
+    if not isinstance(value, list):
+        raise RowFault(f"{where} holds {_no_messages(value, column)}")
+    if not value:
+        raise RowFault(f"{where}: the conversation is empty")
+    messages = [_message(item, f"{where}, message {n}") for n, item in enumerate(value)]
+    if messages[0]["role"] == "tool":
+        raise RowFault(f"{where}: the conversation starts with a tool message")
+    if messages[-1]["role"] == "assistant":
+        raise RowFault(f"{where}: the conversation ends with an assistant message")
+    return messages
 
 
 def _message(item: Any, where: str) -> dict[str, Any]:
@@ -244,9 +247,11 @@ def _kind(value: Any) -> str:
     return "bytes" if isinstance(value, bytes) else f"a {type(value).__name__}"
 
 
-def _no_messages(value: Any, column: str) -> str:
+def _no_messages(value: Any, column: str | None) -> str:
     """What is in place of a conversation, and what to do with it."""
     said = f"{_kind(value)}, which is not a list of messages"
+    if column is None:
+        return said
     if isinstance(value, str) and value.lstrip().startswith("["):
         return f"{said}; if that is JSON, store it as a list of {{role, content}}"
     if isinstance(value, Mapping):

@@ -15,7 +15,7 @@ from batchmla.errors import DeviceError
 from batchmla.jobs.manifest import model_fingerprint
 from batchmla.jobs.options import engine_options
 from batchmla.jobs.prompt import PromptMaker
-from batchmla.jobs.read import InputTable, open_input
+from batchmla.jobs.read import InputTable, open_job_input
 from batchmla.jobs.row import Row
 from batchmla.jobs.rowtext import Answer
 from batchmla.jobs.sampling import read_generation_config, resolve_sampling
@@ -23,7 +23,7 @@ from batchmla.jobs.seams import LoadedEngine, Seams, Table
 from batchmla.jobs.spec import JobSpec
 from batchmla.jobs.store import Store
 from batchmla.models.load import check_model
-from batchmla.text.chat import ChatTemplate
+from batchmla.text.chat import ChatTemplate, find_template
 from batchmla.text.formats.registry import choose_format
 from batchmla.text.reasoning import Reasoner
 from batchmla.text.tokenizer import Tokenizer
@@ -44,7 +44,8 @@ class LocalText:
         )
         self.reasoner = Reasoner(self.tokenizer, chosen)
         chat = None
-        if prompt.raw is None:
+        can_lack = not prompt.is_given and prompt.chat_template is None
+        if prompt.raw is None and not (can_lack and find_template(folder, self.tokenizer) is None):
             chat = ChatTemplate.load(
                 folder, self.tokenizer, thinking=reasoning.thinking, override=prompt.chat_template
             )
@@ -174,9 +175,7 @@ def describe_engine(config: EngineConfig) -> dict[str, Any]:
 def local_seams() -> Seams:
     return Seams(
         store=Store,
-        table=lambda spec: open_input(
-            spec.input, malformed=spec.errors.malformed, output=spec.output.path
-        ),
+        table=open_job_input,
         text=local_text,
         engine=local_engine,
         numerics=local_numerics,

@@ -9,7 +9,7 @@ from rich.text import Text
 
 from batchmla.core import Prompt
 from batchmla.jobs.local import LocalText, local_text
-from batchmla.jobs.read import open_input
+from batchmla.jobs.read import open_job_input
 from batchmla.jobs.row import Row
 from batchmla.jobs.spec import LoadedSpec
 from batchmla.text.reasoning import Reasoner
@@ -70,7 +70,7 @@ class Preview:
 def preview(loaded: LoadedSpec, num_rows: int = 3) -> Preview:
     """Renders the prompts of the first `num_rows` rows."""
     spec = loaded.spec
-    table = open_input(spec.input, malformed=spec.errors.malformed, output=spec.output.path)
+    table = open_job_input(spec)
     table.scan("auto", limit_s=0.0)  # no further than the columns need
     text = local_text(spec, table)
     rows = [row for batch in table.rows(0, num_rows, text.columns) for row in batch]

@@ -13,6 +13,7 @@ import numpy as np
 from batchmla.core import Budget, Prompt, SamplingParams, TokenIds
 from batchmla.errors import JobError
 from batchmla.jobs.conversation import MessagesPrompt, RawPrompt, RowFault, UserPrompt
+from batchmla.jobs.openai_body import BatchPrompt
 from batchmla.jobs.row import Row
 from batchmla.jobs.sampling import Sampling
 from batchmla.jobs.sampling_values import BadValue
@@ -48,7 +49,8 @@ class PromptMaker:
         columns: Sequence[str],
         limit_tokens: int | None,
     ) -> None:
-        """`chat` may be None for `prompt.raw` only. `columns` are the input's.
+        """`chat` may be None for raw prompts only. `columns` are the input's. A job without a
+        prompt has the requests of an OpenAI batch.
 
         `limit_tokens` is what prompt and completion may hold together, None if it is not known.
         """
@@ -58,10 +60,13 @@ class PromptMaker:
         self._reasoner = reasoner
         self._limit_tokens = limit_tokens
         self._raw: RawPrompt | None = None
-        self._talk: UserPrompt | MessagesPrompt | None = None
+        self._talk: UserPrompt | MessagesPrompt | BatchPrompt | None = None
+        self._batch: BatchPrompt | None = None
         prompt = spec.prompt
         if prompt.raw is not None:
             self._raw = RawPrompt(prompt.raw, columns, tokenizer.control)
+        elif prompt.user is None and prompt.messages is None:
+            self._talk = self._batch = BatchPrompt()
         elif chat is None:
             raise JobError(
                 "the model has no chat template; write the whole prompt with prompt.raw, or give a "
@@ -69,10 +74,9 @@ class PromptMaker:
             )
         elif prompt.messages is not None:
             self._talk = MessagesPrompt(prompt.messages, columns)
-        elif prompt.user is not None:
-            self._talk = UserPrompt(prompt.user, prompt.system, columns, tokenizer.control)
         else:
-            raise JobError("prompt: give one of prompt.user, prompt.messages and prompt.raw")
+            assert prompt.user is not None
+            self._talk = UserPrompt(prompt.user, prompt.system, columns, tokenizer.control)
         self._budget = _BudgetRule.of(spec.reasoning, reasoner, tokenizer, sampling.params)
         self._params: dict[bool, SamplingParams] = {}
 
@@ -89,7 +93,11 @@ class PromptMaker:
             raise RowFault(row.error)
         if self._raw is not None:
             return self._raw.render(row.values)
-        assert self._talk is not None and self._chat is not None
+        if self._batch is not None and self._batch.is_raw(row.values):
+            return self._batch.text(row.values)
+        assert self._talk is not None
+        if self._chat is None:
+            raise RowFault("the model has no chat template; give one as prompt.chat_template")
         messages = self._talk.messages(row.values)
         try:
             return self._chat.render(messages)
@@ -132,7 +140,8 @@ class PromptMaker:
     def _prompt(self, row: Row, ids: TokenIds | str) -> Prompt:
         if isinstance(ids, str):
             raise RowFault(f"the prompt cannot be tokenised: {ids}")
-        if self._raw is not None and self._tokenizer.adds_bos:
+        is_raw = self._raw or (self._batch is not None and self._batch.is_raw(row.values))
+        if is_raw and self._tokenizer.adds_bos:
             ids = self._with_bos(ids)
         if len(ids) == 0:
             raise RowFault("the prompt is empty: it has no tokens")
@@ -149,10 +158,11 @@ class PromptMaker:
 
     def _sampled(self, row: Row) -> tuple[SamplingParams, int]:
         """The row's parameters before the budget, and its seed."""
-        if not self._sampling.columns:
-            return self._sampling.params, self._sampling.seed
+        given = self._sampling.from_columns(row.values)
+        if self._batch is not None:
+            given |= self._batch.sampling(row.values)
         try:
-            return self._sampling.of_row(self._sampling.from_columns(row.values))
+            return self._sampling.of_row(given)
         except BadValue as fault:
             raise RowFault(str(fault)) from None
 

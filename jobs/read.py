@@ -6,8 +6,8 @@ It reads local files in constant memory; per row it keeps a hash of the id.
 import hashlib
 import logging
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import pyarrow as pa
@@ -18,16 +18,24 @@ from batchmla.jobs.files import find_files
 from batchmla.jobs.ids import IdIndex
 from batchmla.jobs.input_file import InputFile, read_blocks, stat_file
 from batchmla.jobs.jsonl import JsonlForm
+from batchmla.jobs.openai_form import BatchForm, is_batch
 from batchmla.jobs.parquet_source import ParquetSource
 from batchmla.jobs.row import Row
-from batchmla.jobs.settings import InputSettings
+from batchmla.jobs.settings import InputSettings, JobSpec
 from batchmla.jobs.source import Faults, RowBatch, Scan, Source
+from batchmla.jobs.text_form import TextForm
 from batchmla.jobs.text_source import TextSource
 from batchmla.jobs.wording import nearest
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["InputFile", "InputTable", "PreScan", "open_input"]
+_FORMS: Mapping[str, Callable[[], TextForm]] = {
+    "jsonl": JsonlForm,
+    "csv": CsvForm,
+    "openai_batch": BatchForm,
+}
+
+__all__ = ["InputFile", "InputTable", "PreScan", "open_input", "open_job_input"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,24 +47,51 @@ class PreScan:
     malformed_rows: int  # that will become error rows
 
 
+def open_job_input(spec: JobSpec) -> "InputTable":
+    """The input of a job."""
+    ending = "parquet" if spec.output.format == "parquet" else "jsonl"
+    return open_input(
+        spec.input,
+        malformed=spec.errors.malformed,
+        output=spec.output.path,
+        part=f"part-00000.{ending}",
+        has_prompt=spec.prompt.is_given,
+    )
+
+
 def open_input(
     settings: InputSettings,
     *,
     malformed: Literal["fail", "row"] = "fail",
     output: str | None = None,
+    part: str = "part-00000.parquet",
+    has_prompt: bool = True,
 ) -> "InputTable":
     """Find the files and read their footers; `malformed` is `errors.malformed` of the job.
 
-    An `output` folder that the job would read is refused.
+    An `output` folder that the job would read is refused; its files have names such as `part`. The
+    input of a job without a prompt must be an OpenAI batch.
     """
-    files = find_files(settings, output)
+    files = find_files(settings, output, part)
+    if not has_prompt and settings.format == "auto":
+        files = _as_batch(files)
     source: Source
     if files[0].format == "parquet":
         source = ParquetSource(files, settings.id)
     else:
-        form = CsvForm() if files[0].format == "csv" else JsonlForm()
-        source = TextSource(files, settings.id, form)
+        source = TextSource(files, settings.id, _FORMS[files[0].format]())
     return InputTable(source, settings, malformed)
+
+
+def _as_batch(files: tuple[InputFile, ...]) -> tuple[InputFile, ...]:
+    """The files as the OpenAI batch that they have to be where the job has no prompt."""
+    for file in files:
+        if file.format != "jsonl" or (file.size_bytes and not is_batch(file)):
+            raise JobError(
+                f"give exactly one of prompt.user, prompt.messages and prompt.raw; found none, and "
+                f"{file.path} is no OpenAI batch file, whose requests hold the prompts"
+            )
+    return tuple(replace(file, format="openai_batch") for file in files)
 
 
 class InputTable:

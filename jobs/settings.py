@@ -75,7 +75,10 @@ class InputSettings(Section):
 
 
 class PromptSettings(Section):
-    """How a row becomes a prompt: exactly one of `user`, `messages`, `raw`."""
+    """How a row becomes a prompt: exactly one of `user`, `messages`, `raw`.
+
+    None of them for OpenAI batch files, whose rows are requests.
+    """
 
     system: str | None = None
     user: str | None = None
@@ -84,6 +87,11 @@ class PromptSettings(Section):
     tools: str | None = None
     chat_template: str | None = None
     too_long: Literal["error", "truncate_left", "truncate_right", "truncate_middle"] = "error"
+
+    @property
+    def is_given(self) -> bool:
+        """Whether the job says how rows become prompts."""
+        return any(one is not None for one in (self.user, self.messages, self.raw))
 
 
 class SamplingSettings(Section):
@@ -183,7 +191,7 @@ class JobSpec(Section):
     name: Annotated[str, Field(min_length=1)] = "job"
     model: ModelSettings
     input: InputSettings
-    prompt: PromptSettings
+    prompt: PromptSettings = PromptSettings()
     sampling: SamplingSettings = SamplingSettings()
     reasoning: ReasoningSettings = ReasoningSettings()
     engine: EngineSettings = EngineSettings()

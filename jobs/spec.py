@@ -153,7 +153,15 @@ def broken_rules(spec: JobSpec) -> Iterator[tuple[KeyPath, str]]:
     """What no single value shows: values that contradict one another."""
     prompt, sampling, reasoning = spec.prompt, spec.sampling, spec.reasoning
     given = [name for name in ("user", "messages", "raw") if getattr(prompt, name) is not None]
-    if len(given) != 1:
+    is_batch = spec.input.format == "openai_batch"
+    if is_batch and given:
+        yield (
+            ("prompt", given[0]),
+            f"prompt.{given[0]}: the requests of an OpenAI batch hold the prompts; leave it out",
+        )
+    elif (is_batch or _may_be_batch(spec)) and not given:
+        pass  # the input says whether it is one
+    elif len(given) != 1:
         found = " and ".join(f"prompt.{name}" for name in given) or "none of them"
         yield (
             ("prompt",),
@@ -202,6 +210,11 @@ def broken_rules(spec: JobSpec) -> Iterator[tuple[KeyPath, str]]:
             "a reasoning budget needs markers: with reasoning.parser none give reasoning.start "
             "and reasoning.end",
         )
+
+
+def _may_be_batch(spec: JobSpec) -> bool:
+    """Whether the job leaves it to the input to be an OpenAI batch, whose rows are requests."""
+    return spec.input.format == "auto" and "prompt" not in spec.model_fields_set
 
 
 def _sources(

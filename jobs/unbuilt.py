@@ -64,7 +64,7 @@ UNBUILT = (
     Unbuilt("model.parallel.attention_data", _differs(1), "leave it at 1"),
     Unbuilt("model.speculative", _equals("mtp"), "leave it at off"),
     Unbuilt("input.path", _is_url, "give files on a local disk"),
-    Unbuilt("input.format", _equals("openai_batch", "dataset"), "give Parquet, JSONL or CSV"),
+    Unbuilt("input.format", _equals("dataset"), "give Parquet, JSONL or CSV"),
     Unbuilt("prompt.tools", _is_given, "leave it out"),
     Unbuilt(
         "prompt.too_long",
