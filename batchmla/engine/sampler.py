@@ -158,13 +158,12 @@ class Sampler:
 
     def _sample(self, logits_NV: torch.Tensor, sequences: Items[Sequence]) -> torch.Tensor:
         all_params = [sequence.prompt.params for sequence in sequences]
-        if all(params.temperature == 0 for params in all_params):
-            return torch.argmax(logits_NV, dim=1)
         keys = np.array([s.prompt.stream_key & KEY_MASK for s in sequences], np.uint64)
         positions = np.array([s.num_generated for s in sequences], np.int64)
         knobs_N4 = np.empty((len(sequences), 4))
         knobs_N4[:, :3] = [(p.temperature, p.top_p, p.min_p) for p in all_params]
-        knobs_N4[:, 3] = uniform(keys, positions)
+        is_greedy = all(params.temperature == 0 for params in all_params)
+        knobs_N4[:, 3] = 0 if is_greedy else uniform(keys, positions)
         knobs = torch.from_numpy(knobs_N4).to(self._device)
         return self._op(
             logits_NV,

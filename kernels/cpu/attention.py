@@ -140,8 +140,8 @@ def to_latent(q_HNX: torch.Tensor, up_HXC: torch.Tensor, dims: MlaDims) -> torch
 
 
 def from_latent(z_HNC: torch.Tensor, up_HXC: torch.Tensor, dims: MlaDims) -> torch.Tensor:
-    """UV z of every head."""
-    return torch.bmm(z_HNC, up_HXC[:, dims.nope :].transpose(1, 2))
+    """UV z of every head; the whole weight, since a slice of it would be copied first."""
+    return torch.bmm(z_HNC, up_HXC.transpose(1, 2))[..., dims.nope :]
 
 
 @dataclass(frozen=True, slots=True)

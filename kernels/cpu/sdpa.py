@@ -6,6 +6,8 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
+SMALL_QUERIES = 32  # up to which a bias is repeated for every head
+
 Attended = tuple[torch.Tensor, torch.Tensor | None]
 """A result and, where wanted, its log-sum-exp over the keys."""
 
@@ -64,11 +66,18 @@ def sdpa(
     share = num_heads // num_kv_heads
     k, v = k_GLKD.transpose(1, 2), v_GLKW.transpose(1, 2)  # [G, K, L, D or W]
     bias = None if bias_GQL is None else bias_GQL[:, None]
-    if num_queries == 1:
-        q = q_GQHD.view(num_seqs, num_kv_heads, share, head_dim)
+    is_small = num_queries <= SMALL_QUERIES and not is_causal
+    if share > 1 and (is_small or (bias is None and not is_causal)):
+        # the kernel lays out keys anew for every head: make those of one kv head rows of one
+        shape = (num_seqs, num_queries, num_kv_heads, share)
+        q = q_GQHD.view(*shape, head_dim).transpose(1, 2).flatten(2, 3)
+        if bias is not None and num_queries > 1:
+            bias = bias.repeat_interleave(share, dim=2)
         out, lse = call(q, k, v, attn_mask=bias, is_causal=False, scale=scale)
-        lse = None if lse is None else lse.reshape(num_seqs, 1, num_heads)
-        return out.reshape(num_seqs, 1, num_heads, -1), lse
+        out = out.unflatten(2, (num_queries, share)).transpose(1, 2).flatten(2, 3)
+        if lse is not None:
+            lse = lse.unflatten(2, (num_queries, share)).transpose(1, 2).flatten(2, 3)
+        return out, lse
     if num_kv_heads == num_heads:
         q = q_GQHD.transpose(1, 2)
     elif num_kv_heads == 1:
