@@ -5,13 +5,19 @@ The operations are those of which a few characters can ask for gigabytes or hour
 
 import re
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import jinja2
+
+T = TypeVar("T")
 
 MAX_CHARACTERS = 2**24  # of a rendered prompt: above any context in use
 MAX_DIGITS = 4096  # of a power
 MAX_LOOPS = 10**6  # numbers that all `range`s of one rendering yield together
+MAX_STEPS = 10**6  # of work in one rendering, see `Meter`: seconds
+
+_OPERATION_STEPS = 8  # what a filter or a call costs beside the size of its operands
+_STEP_CHARACTERS = 64  # of a text that is copied or searched
 
 _PADDING = frozenset(
     (
@@ -90,6 +96,48 @@ class BoundedRange:
         if self._left < 0:
             raise jinja2.TemplateRuntimeError(f"its ranges have more than {MAX_LOOPS:,} numbers")
         return made
+
+
+class Meter:
+    """Counts the work of one rendering, whether it writes or not, and ends it at `MAX_STEPS`.
+
+    A step is one run of a block (a loop's body, a branch, a macro), one item that a loop's filter
+    looks at, or one item of a list that an operation works through.
+    """
+
+    def __init__(self) -> None:
+        self._left = MAX_STEPS
+
+    def start(self) -> None:
+        """A rendering begins."""
+        self._left = MAX_STEPS
+
+    def step(self) -> bool:
+        """One step; true, so that it can stand in a condition."""
+        self._left -= 1
+        if self._left < 0:
+            raise jinja2.TemplateRuntimeError(
+                f"it takes more than {MAX_STEPS:,} steps: its loops are too long for this row"
+            )
+        return True
+
+    def weigh(self, *operands: Any) -> None:
+        """One operation on texts or collections."""
+        for operand in operands:
+            if isinstance(operand, str):
+                self._left -= str.__len__(operand) // _STEP_CHARACTERS
+            elif isinstance(operand, list | tuple | dict):
+                self._left -= len(operand)
+        self._left -= _OPERATION_STEPS
+        self.step()
+
+    def weighed(self, operand: T) -> T:
+        """An operand of a comparison or of `in`, or a slice."""
+        if isinstance(operand, str | list | tuple | dict):
+            size = str.__len__(operand) // _STEP_CHARACTERS if isinstance(operand, str) else 0
+            self._left -= size or len(operand)
+            self.step()
+        return operand
 
 
 def _too_much() -> jinja2.TemplateRuntimeError:

@@ -8,14 +8,14 @@ from typing import Any, NoReturn
 
 import jinja2
 from jinja2 import nodes
-from jinja2.compiler import CodeGenerator, Frame
+from jinja2.compiler import CodeGenerator, Frame, operators
 from jinja2.ext import Extension, loopcontrols
 from jinja2.filters import make_attrgetter
 from jinja2.parser import Parser
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from batchmla.text.bounds import BoundedRange, check_operands, check_padding
+from batchmla.text.bounds import BoundedRange, Meter, check_operands, check_padding
 from batchmla.text.control import ControlStrings
 from batchmla.text.origin import followed
 from batchmla.text.tracked import TrackedText
@@ -35,6 +35,29 @@ class NullValue(jinja2.Undefined):
 
 
 class _Generator(CodeGenerator):
+    """Counts the steps of what it compiles."""
+
+    def blockvisit(self, nodes: Iterable[nodes.Node], frame: Frame) -> None:
+        self.writeline("environment.meter.step()")
+        super().blockvisit(nodes, frame)
+
+    def visit_For(self, node: nodes.For, frame: Frame) -> None:
+        if node.test is not None:
+            step = nodes.EnvironmentAttribute("meter.step()")
+            node.test = nodes.And(step, node.test)
+        super().visit_For(node, frame)
+
+    def visit_Getitem(self, node: nodes.Getitem, frame: Frame) -> None:
+        is_slice = isinstance(node.arg, nodes.Slice)
+        self.write("environment.meter.weighed(" if is_slice else "(")
+        super().visit_Getitem(node, frame)
+        self.write(")")
+
+    def visit_Operand(self, node: nodes.Operand, frame: Frame) -> None:
+        self.write(f" {operators[node.op]} environment.meter.weighed(")
+        self.visit(node.expr, frame)
+        self.write(")")
+
     def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:
         self.write("environment.concat((")
         for part in node.nodes:
@@ -64,6 +87,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self.bounded_range = BoundedRange()
+        self.meter = Meter()
         self.control = ControlStrings(())
         self.is_escaped = False  # whether a filter made text that escapes what is added to it
         self.moment = datetime.now()
@@ -74,7 +98,9 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
 
     def concat(self, parts: Iterable[Any]) -> str:
         """All parts as one text."""
-        return TrackedText.concat(map(self._written, parts))
+        text = TrackedText.concat(map(self._written, parts))
+        self.meter.weigh(text)
+        return text
 
     def _written(self, part: Any) -> str:
         if isinstance(part, str):
@@ -98,6 +124,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         is_method = isinstance(owner, str | bytes)
         if is_method:
             args = tuple(list(arg) if isinstance(arg, Iterator) else arg for arg in args)
+        self.meter.weigh(owner, *args)
         made = super().call(context, obj, *args, **kwargs)
         if not is_method and obj is not self.globals.get("strftime_now"):
             return made  # macros mark what they write; other objects give what they hold
@@ -129,6 +156,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         check_operands(operator, left, right)
+        self.meter.weigh(left, right)
         made = super().call_binop(context, operator, left, right)
         apply = self.binop_table[operator]
         return self._followed(made, (left, right), lambda taken: apply(*taken), operator)
@@ -139,6 +167,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         @wraps(plain)
         def filter_(*args: Any, **kwargs: Any) -> Any:
             check_padding(name, (*args, *kwargs.values()))
+            self.meter.weigh(*args)
             made = plain(*args, **kwargs)
             self.is_escaped |= hasattr(made, "__html__")
             return self._followed(
@@ -187,10 +216,19 @@ def _furnished(environment: TemplateEnvironment) -> TemplateEnvironment:
     for name, plain in environment.filters.items():
         environment.filters[name] = environment.remarking(name, plain)
     environment.tests["none"] = lambda value: value is None or isinstance(value, NullValue)
+    for name in ("in", "eq", "equalto", "=="):
+        environment.tests[name] = _weighing(environment.meter, environment.tests[name])
     environment.globals["range"] = environment.bounded_range
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = lambda form: environment.moment.strftime(form)
     return environment
+
+
+def _weighing(meter: Meter, test: Any) -> Callable[..., bool]:
+    def weighed(value: Any, other: Any) -> bool:
+        return bool(test(value, meter.weighed(other)))
+
+    return weighed
 
 
 def _tojson(

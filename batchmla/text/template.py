@@ -106,6 +106,7 @@ class MarkedTemplate:
 
     def _run(self, values: Mapping[str, Any]) -> str:
         self._environment.bounded_range.start()
+        self._environment.meter.start()
         try:
             return self._template.render(values)
         except (jinja2.TemplateError, *FAILURES) as fault:
