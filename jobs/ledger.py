@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 from batchmla.errors import JobError
 from batchmla.jobs.store import Store, storage_errors
 
-_PART = re.compile(r"part-(\d{5,})\.parquet")
+_PART = re.compile(r"part-(\d{5,})\.(parquet|jsonl)")
 _STAMP_BYTES = 65536
 
 
@@ -42,7 +42,7 @@ class Tally:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """Rows start ≤ index < stop in the file `part-<number>.parquet`.
+    """Rows start ≤ index < stop in the file `part-<number>.<ending>`.
 
     `stamp` tells this version of the file from others: a part is written again when its last rows
     come later, or when failed rows were retried.
@@ -53,10 +53,11 @@ class Part:
     stop: int
     tally: Tally = field(default_factory=Tally)
     stamp: str | None = None
+    ending: str = "parquet"  # or jsonl
 
     @property
     def name(self) -> str:
-        return f"part-{self.number:05d}.parquet"
+        return f"part-{self.number:05d}.{self.ending}"
 
 
 class Ledger:
@@ -157,6 +158,8 @@ def _version_of(path: Path, versions: Sequence[Part]) -> Part | None:
 
 def _is_sound(path: Path, part: Part, schema: pa.Schema) -> bool:
     """Whether a file of unknown origin has the rows and columns of `part`."""
+    if part.ending == "jsonl":
+        return _has_lines(path, part.stop - part.start)
     try:
         file = pq.ParquetFile(path)
     except (OSError, pa.ArrowException):
@@ -164,3 +167,15 @@ def _is_sound(path: Path, part: Part, schema: pa.Schema) -> bool:
     return bool(file.metadata.num_rows == part.stop - part.start) and bool(
         file.schema_arrow.equals(schema)
     )
+
+
+def _has_lines(path: Path, num_lines: int) -> bool:
+    """Whether a file is so many whole lines."""
+    found, last = 0, b"\n"
+    try:
+        with path.open("rb") as file:
+            while block := file.read(1 << 20):
+                found, last = found + block.count(b"\n"), block[-1:]
+    except OSError:
+        return False
+    return found == num_lines and last == b"\n"

@@ -231,6 +231,12 @@ def settle(
             f"{output} was begun with other columns (differing: {'; '.join(changed)}); a data set "
             f"has one schema: start over with --fresh, or choose another output.path"
         )
+    before, after = (each.job.get("output.format", {}).get("value") for each in (old, new))
+    if before != after:
+        raise JobError(
+            f"{output} was begun with output.format {before}, not {after}; a data set has one "
+            f"format: start over with --fresh, or choose another output.path"
+        )
     changed = differences(old, new)
     num_rows = old.num_rows if old.input == new.input else None
     if not changed:

@@ -27,7 +27,9 @@ from batchmla.jobs.manifest import (
     settle,
     write_manifest,
 )
+from batchmla.jobs.openai_lines import BatchLines, url_of
 from batchmla.jobs.pack import Packer
+from batchmla.jobs.part_file import LineForm
 from batchmla.jobs.progress import ProgressKind, Snapshot, Ticker, make_view
 from batchmla.jobs.rowtext import RowText
 from batchmla.jobs.runlog import log_only, run_log
@@ -168,6 +170,7 @@ class _Run:
             token_ids=settings.token_ids,
             rows_per_file=settings.rows_per_file,
             compression=settings.compression,
+            format=settings.format,
         )
         assert form.schema.names, "a name clash is found here, before anything is written"
         return form
@@ -186,6 +189,19 @@ class _Run:
         old = read_manifest(self.output)
         return settle(old, new, output=self.output, is_accepted=self.wishes.accept_changes)
 
+    def _lines(self) -> LineForm | None:
+        """How rows become the lines of output.format openai_batch."""
+        if self.spec.output.format != "openai_batch":
+            return None
+        prompt = self.spec.prompt
+        return BatchLines(
+            job_id=self.manifest.job_id,
+            created_s=int(self.manifest.created_s),
+            model=self.spec.model.path,
+            url=url_of(is_batch=not prompt.is_given, is_raw=prompt.raw is not None),
+            has_token_ids=self.spec.output.token_ids,
+        )
+
     def _prepare(self, found: Sequence[tuple[Part, bool]]) -> None:
         """Finds out what is done."""
         self.journal = Journal(
@@ -198,7 +214,7 @@ class _Run:
             store=self.store,
             ledger=self.ledger,
             journal=self.journal,
-            form=self.form,
+            form=replace(self.form, lines=self._lines()),
             carried=Carried(self.table.carried, self.table.carried_batches),
         )
         self.writer.take_up(found)

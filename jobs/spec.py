@@ -172,6 +172,7 @@ def broken_rules(spec: JobSpec) -> Iterator[tuple[KeyPath, str]]:
             ("prompt", "system"),
             f"prompt.system goes with prompt.user; put its text into prompt.{given[0]} instead",
         )
+    yield from _format_faults(spec)
     if not spec.input.paths:
         yield ("input", "path"), "input.path is an empty list; name at least one file"
     for section, key, paths in (
@@ -209,6 +210,29 @@ def broken_rules(spec: JobSpec) -> Iterator[tuple[KeyPath, str]]:
             ("reasoning", "budget"),
             "a reasoning budget needs markers: with reasoning.parser none give reasoning.start "
             "and reasoning.end",
+        )
+
+
+def _format_faults(spec: JobSpec) -> Iterator[tuple[KeyPath, str]]:
+    """What does not go with output.format."""
+    output = spec.output
+    if output.format == "parquet":
+        return
+    if "compression" in output.model_fields_set and output.compression != "none":
+        yield (
+            ("output", "compression"),
+            f"output.compression is for Parquet, output.format {output.format} is plain text; "
+            "leave it out",
+        )
+    if output.format == "openai_batch" and spec.input.columns is not None:
+        yield (
+            ("input", "columns"),
+            "input.columns: output.format openai_batch carries no columns but the id; leave it out",
+        )
+    if output.format == "openai_batch" and output.prefix:
+        yield (
+            ("output", "prefix"),
+            "output.prefix: output.format openai_batch has names of its own; leave it out",
         )
 
 

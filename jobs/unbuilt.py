@@ -88,7 +88,6 @@ UNBUILT = (
     Unbuilt("executor.replicas", _differs(1), "leave it at 1"),
     Unbuilt("executor.address", lambda value: value not in (None, "auto"), "leave it at auto"),
     Unbuilt("output.path", _is_url, "give a folder on a local disk"),
-    Unbuilt("output.format", _equals("jsonl", "openai_batch"), "leave it at parquet"),
 )
 
 

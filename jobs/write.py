@@ -7,16 +7,17 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
 from batchmla.errors import JobError, StorageError
 from batchmla.jobs.columns import COUNTS, output_schema, own_schema
 from batchmla.jobs.journal import Journal, tally_of
 from batchmla.jobs.ledger import Ledger, Part, Tally
+from batchmla.jobs.part_file import JsonlParts, LineForm, ParquetParts, PartFile, PlainLines
 from batchmla.jobs.store import Store, storage_errors
 
 GROUP_BYTES = 64 << 20  # of our columns in memory while a part is written
@@ -24,17 +25,34 @@ GROUP_BYTES = 64 << 20  # of our columns in memory while a part is written
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartFormat:
-    """What a part looks like."""
+    """What a part looks like. `lines` are the rows of output.format openai_batch."""
 
     carried: pa.Schema
     prefix: str
     token_ids: bool
     rows_per_file: int
     compression: str
+    format: Literal["parquet", "jsonl", "openai_batch"] = "parquet"
+    lines: LineForm | None = None
 
     @property
     def schema(self) -> pa.Schema:
+        """The columns of the output."""
+        if self.format == "openai_batch":
+            return own_schema(self.token_ids)
         return output_schema(self.carried, self.prefix, self.token_ids)
+
+    @property
+    def ending(self) -> str:
+        """Of the names of parts."""
+        return "parquet" if self.format == "parquet" else "jsonl"
+
+    def file(self) -> PartFile:
+        """How a part is written and read."""
+        own = own_schema(self.token_ids)
+        if self.format == "parquet":
+            return ParquetParts(self.schema, own, self.prefix, self.compression)
+        return JsonlParts(own, self.lines or PlainLines(own, self.prefix))
 
 
 class Carried:
@@ -124,13 +142,12 @@ class Writer:
 
     def failed_rows(self) -> Iterator[pa.Table]:
         """The failed rows of each published part: index, counts, error."""
-        prefix = self.form.prefix
         for part in self.parts:
             if not part.tally.failed:
                 continue
-            names = [prefix + name for name in (*COUNTS, "error")]
-            table = pq.read_table(self.store.root / part.name, columns=names, partitioning=None)
-            table = table.rename_columns([*COUNTS, "error"])
+            path = self.store.root / part.name
+            with _reading(path):
+                table = self.form.file().own(path, [*COUNTS, "error"])
             index = pa.array(np.arange(part.start, part.stop, dtype=np.int64))
             table = table.append_column("index", index)
             yield table.filter(pc.is_valid(table.column("error")))
@@ -150,7 +167,7 @@ class Writer:
             return None
         if self.journal.done.first_missing() < stop:
             return None
-        return Part(number=number, start=start, stop=max(stop, start))
+        return Part(number=number, start=start, stop=max(stop, start), ending=self.form.ending)
 
     def _all_groups(self, part: Part) -> Iterator[tuple[pa.Table, pa.Table]]:
         """(carried, ours) of a part: from its published file as far as that goes, then new ones."""
@@ -178,15 +195,13 @@ class Writer:
             yield self.carried.take(start, stop - start), own
 
     def _published_groups(self, part: Part) -> Iterator[tuple[pa.Table, pa.Table]]:
-        """(carried, ours) as they are in a published part."""
-        own = own_schema(self.form.token_ids)
-        path = self.store.root / part.name
+        """(carried, ours) of a published part; what the file has no types of is read again."""
+        path, start = self.store.root / part.name, part.start
         with _reading(path):
-            for batch in pq.ParquetFile(path, pre_buffer=False).iter_batches(2048):
-                table = pa.Table.from_batches([batch])
-                ours = table.select([self.form.prefix + name for name in own.names])
-                ours = ours.rename_columns(own.names).cast(own)
-                yield table.select(self.form.carried.names), ours
+            for kept, own in self.form.file().read(path):
+                carried = kept if kept is not None else self.carried.take(start, own.num_rows)
+                yield carried, own
+                start += own.num_rows
 
     def _retried_groups(self, part: Part, retried: pa.Table) -> Iterator[tuple[pa.Table, pa.Table]]:
         """(carried, ours) of a published part with the retried rows in place of the old ones."""
@@ -203,18 +218,15 @@ class Writer:
 
     def _write(self, part: Part, groups: Iterator[tuple[pa.Table, pa.Table]]) -> Tally:
         """Writes the part aside and returns the sums of its rows."""
-        schema, tally = self.form.schema, Tally()
-        names = own_schema(self.form.token_ids).names
-        with (
-            storage_errors(self.store.root / part.name),
-            pq.ParquetWriter(
-                self.store.begin(part.name), schema, compression=self.form.compression
-            ) as file,
-        ):
+        tally = Tally()
+
+        def counted() -> Iterator[tuple[pa.Table, pa.Table]]:
             for carried, own in groups:
                 tally.add(tally_of(own))
-                columns = [*carried.columns, *(own.column(name) for name in names)]
-                file.write_table(pa.Table.from_arrays(columns, schema=schema))
+                yield carried, own
+
+        with storage_errors(self.store.root / part.name):
+            self.form.file().write(self.store.begin(part.name), counted())
         return tally
 
     def _publish(self, part: Part, tally: Tally) -> None:
@@ -231,7 +243,7 @@ def _reading(path: Path) -> Iterator[None]:
     """A part of ours that cannot be read any more is the storage's fault, and is named."""
     try:
         yield
-    except (OSError, pa.ArrowException) as error:
+    except (OSError, ValueError, KeyError, pa.ArrowException) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise StorageError(
             f"{path} could be read before and cannot any more ({reason}); run the same command "

@@ -245,7 +245,7 @@ def test_all_faults_come_at_once_in_the_order_of_the_file(tmp_path: Path) -> Non
         "reasoning.loop_guard=8", "reasoning.stop_in_reasoning=true",
         "executor.kind=ray", "executor.replicas=2",
         "executor.replicas={min: 1, max: 8}", "executor.address=ray://x",
-        "output.path=s3://b/out", "output.format=jsonl", "output.format=openai_batch",
+        "output.path=s3://b/out",
     ],
 )  # fmt: skip
 def test_values_of_unbuilt_features_are_refused_by_name(tmp_path: Path, override: str) -> None:
