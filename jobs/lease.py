@@ -73,7 +73,11 @@ class Lease:
     def __enter__(self) -> Self:
         with self._one_at_a_time():
             self._descriptor = self._take()
-            self._stamp()
+            try:
+                self._stamp()
+            except BaseException:
+                os.close(self._descriptor)
+                raise
         self._store.fence = self.require
         self._beats.start()
         return self
@@ -87,11 +91,13 @@ class Lease:
         self._ended.set()
         self._beats.join()
         assert self._descriptor is not None, "the lease is entered before it is left"
-        with suppress(BatchmlaError):
-            self._store.overwrite(self._descriptor, self._path, b" " * _FILE_BYTES)
-        self._store.fence = None
-        os.close(self._descriptor)
-        self._descriptor = None
+        try:
+            with suppress(BatchmlaError):
+                self._store.overwrite(self._descriptor, self._path, b" " * _FILE_BYTES)
+        finally:
+            self._store.fence = None
+            os.close(self._descriptor)
+            self._descriptor = None
 
     def require(self) -> None:
         """Raises a `JobError` when another run has taken the lease over."""

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from batchmla.errors import StorageError
+from batchmla.errors import BatchmlaError
 from batchmla.jobs.store import Store
 
 ProgressKind = Literal["auto", "rich", "plain", "off"]
@@ -235,5 +235,5 @@ class Ticker:
         data = {**asdict(snapshot), "eta_s": snapshot.eta_s}
         try:
             self._store.write_soft(progress_path(self._store.root), json.dumps(data).encode())
-        except StorageError as error:  # the journal will meet the same disk and say so
+        except BatchmlaError as error:  # the journal will meet the same disk and say so
             _LOG.warning("no heartbeat: %s", error)
