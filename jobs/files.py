@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from batchmla.errors import JobError
+from batchmla.jobs.dataset_files import SCHEME, cached_shards, is_saved, saved_shards
 from batchmla.jobs.file_kind import KIND_WORDS, checked_file, is_wanted, kind_words
 from batchmla.jobs.input_file import InputFile
 from batchmla.jobs.settings import InputSettings
@@ -30,25 +31,57 @@ def find_files(
     listed: dict[str, str] = {}  # real path -> path as shown
     roots: list[str] = []
     again: list[str] = []
+    shards: set[str] = set()
     for entry in settings.paths:
         if output is not None and _reads(entry, wanted, os.path.join(output, part)):
             raise JobError(
                 f"output.path {output} lies within input.path {entry}: the job would read its own "
                 "output; choose a folder outside it"
             )
-        root, found = _expand(entry, wanted)
+        if _is_dataset(entry, wanted):
+            root, found = _shards(entry)
+            shards.update(found)
+        else:
+            root, found = _expand(entry, wanted)
         roots.append(os.path.abspath(root))
         again.extend(p for p in found if listed.setdefault(os.path.realpath(p), p) != p)
     if again:
         more = f" and {len(again) - 1} others" if len(again) > 1 else ""
         logger.warning("input file %s%s: named twice, read once", again[0], more)
     top = os.path.commonpath(roots)
-    files = tuple(checked_file(path, top, wanted) for path in listed.values())
+    files = tuple(
+        checked_file(path, top, "dataset" if path in shards else wanted) for path in listed.values()
+    )
     kinds = {file.format: file.path for file in files}
     if len(kinds) > 1:
         mixed = " and ".join(f"{KIND_WORDS[kind]} ({kinds[kind]})" for kind in sorted(kinds)[::-1])
         raise JobError(f"input.path mixes {mixed}; name one kind with a glob or set input.format")
     return files
+
+
+def _is_dataset(entry: str, wanted: str) -> bool:
+    """Whether an entry is a data set; refuses what is asked to be one and is not."""
+    is_one = entry.startswith(SCHEME) or (os.path.isdir(entry) and is_saved(entry))
+    if is_one and wanted not in ("auto", "dataset"):
+        raise JobError(
+            f"input.path {entry} is a data set, not {kind_words(wanted)}; set input.format: dataset"
+        )
+    if wanted == "dataset" and not is_one:
+        raise JobError(
+            f"input.path {entry} is no data set; name a folder that save_to_disk() wrote, or an id "
+            "as hf://NAMESPACE/NAME"
+        )
+    return is_one
+
+
+def _shards(entry: str) -> tuple[str, list[str]]:
+    """The root and the files of a data set."""
+    if not entry.startswith(SCHEME):
+        return entry, saved_shards(entry)
+    found = cached_shards(entry)
+    if not found:
+        raise JobError(f"input.path {entry} has no rows in files; save it with save_to_disk()")
+    return os.path.dirname(found[0]), found
 
 
 def _reads(entry: str, wanted: str, part: str) -> bool:

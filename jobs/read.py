@@ -13,13 +13,15 @@ from typing import Literal
 import pyarrow as pa
 
 from batchmla.errors import JobError
+from batchmla.jobs.arrow_form import ArrowForm
+from batchmla.jobs.columnar_source import ColumnarForm, ColumnarSource
 from batchmla.jobs.csv_form import CsvForm
 from batchmla.jobs.files import find_files
 from batchmla.jobs.ids import IdIndex
 from batchmla.jobs.input_file import InputFile, read_blocks, stat_file
 from batchmla.jobs.jsonl import JsonlForm
 from batchmla.jobs.openai_form import BatchForm, is_batch
-from batchmla.jobs.parquet_source import ParquetSource
+from batchmla.jobs.parquet_form import ParquetForm
 from batchmla.jobs.row import Row
 from batchmla.jobs.settings import InputSettings, JobSpec
 from batchmla.jobs.source import Faults, RowBatch, Scan, Source
@@ -76,8 +78,11 @@ def open_input(
     if not has_prompt and settings.format == "auto":
         files = _as_batch(files)
     source: Source
-    if files[0].format == "parquet":
-        source = ParquetSource(files, settings.id)
+    if files[0].format in ("parquet", "arrow"):
+        columnar: ColumnarForm = ArrowForm()
+        if files[0].format == "parquet":
+            columnar = ParquetForm()
+        source = ColumnarSource(files, settings.id, columnar)
     else:
         source = TextSource(files, settings.id, _FORMS[files[0].format]())
     return InputTable(source, settings, malformed)
@@ -105,7 +110,7 @@ class InputTable:
         self._malformed = malformed
         self._ids = IdIndex()
         self._num_checked = 0  # rows whose ids are in the index
-        self._is_complete = isinstance(source, ParquetSource)
+        self._is_complete = isinstance(source, ColumnarSource)
         self._scanned: PreScan | None = None
         self._scan_mode: str | None = None
         self._has_columns = self._is_complete

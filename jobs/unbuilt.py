@@ -27,6 +27,11 @@ def _is_url(value: Any) -> bool:
     return any(isinstance(text, str) and _URL.match(text) is not None for text in values)
 
 
+def _is_store(value: Any) -> bool:
+    values = value if isinstance(value, list | tuple) else [value]
+    return any(_is_url(one) and not one.startswith("hf://") for one in values)
+
+
 def _is_many(value: Any) -> bool:
     return isinstance(value, Mapping) or (type(value) is int and value > 1)
 
@@ -63,8 +68,7 @@ UNBUILT = (
     Unbuilt("model.parallel.expert", _differs(1), "leave it at 1"),
     Unbuilt("model.parallel.attention_data", _differs(1), "leave it at 1"),
     Unbuilt("model.speculative", _equals("mtp"), "leave it at off"),
-    Unbuilt("input.path", _is_url, "give files on a local disk"),
-    Unbuilt("input.format", _equals("dataset"), "give Parquet, JSONL or CSV"),
+    Unbuilt("input.path", _is_store, "give files on a local disk, or a data set as hf://"),
     Unbuilt("prompt.tools", _is_given, "leave it out"),
     Unbuilt(
         "prompt.too_long",

@@ -234,7 +234,6 @@ def test_all_faults_come_at_once_in_the_order_of_the_file(tmp_path: Path) -> Non
         "model.path=s3://bucket/model", "model.kv_cache_dtype=fp8", "model.parallel=auto",
         "model.parallel.tensor=2", "model.parallel.expert=8", "model.parallel.attention_data=2",
         "model.speculative=mtp", "input.path=s3://b/x.parquet", "input.path=[a.jsonl, gs://b/x]",
-        "input.format=dataset",
         "prompt.tools=tools.json", "prompt.too_long=truncate_left",
         "prompt.too_long=truncate_middle", "sampling.n={column: t}",
         "sampling.frequency_penalty={column: t}", "sampling.stop={column: t}",

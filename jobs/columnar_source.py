@@ -1,38 +1,52 @@
-"""Parquet files as rows and as the columns they are: footers first, then row group by row group."""
+"""Files of typed columns (Parquet, the shards of a saved dataset) as rows and as those columns."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 from pyarrow import types
 
 from batchmla.errors import JobError
 from batchmla.jobs.ids import IdIndex
-from batchmla.jobs.input_file import InputFile, check_unchanged
+from batchmla.jobs.input_file import InputFile
 from batchmla.jobs.parquet_schema import plain_type, python_type, unify
 from batchmla.jobs.row import Row
 from batchmla.jobs.source import Faults, RowBatch, Scan
 
-_BATCH_BYTES = 8 << 20
 _MAX_BATCH_ROWS = 1024
 _ID_BATCH = 8192
 _UNREADABLE = object()  # a value that Python has no form for
 
 
-class ParquetSource:
+class ColumnarForm(Protocol):
+    """One format of such files."""
+
+    def describe(self, file: InputFile) -> tuple[int, pa.Schema]:
+        """Number of rows and columns. Raises JobError where the file cannot be read."""
+        ...
+
+    def batches(
+        self, file: InputFile, skipped: int, columns: Sequence[str], max_rows: int
+    ) -> Iterator[pa.RecordBatch]:
+        """Batches after `skipped` rows; a column that the file lacks is left out."""
+        ...
+
+
+class ColumnarSource:
     """The files with their row counts, one schema over all of them, the id column."""
 
-    def __init__(self, files: tuple[InputFile, ...], id_column: str | None) -> None:
+    def __init__(
+        self, files: tuple[InputFile, ...], id_column: str | None, form: ColumnarForm
+    ) -> None:
         schemas: list[tuple[str, pa.Schema]] = []
         counted: list[InputFile] = []
         for file in files:
-            footer = _open(file)
-            counted.append(replace(file, num_rows=footer.metadata.num_rows))
-            if not schemas or not footer.schema_arrow.equals(schemas[-1][1], check_metadata=True):
-                schemas.append((file.path, footer.schema_arrow))
-            footer.close()
+            num_rows, schema = form.describe(file)
+            counted.append(replace(file, num_rows=num_rows))
+            if not schemas or not schema.equals(schemas[-1][1], check_metadata=True):
+                schemas.append((file.path, schema))
+        self._form = form
         self.files = tuple(counted)
         self.schema = unify(schemas)
         self.id_column = id_column
@@ -158,57 +172,11 @@ class ParquetSource:
     def _batches(
         self, number: int, skipped: int, columns: Sequence[str], max_rows: int
     ) -> Iterator[pa.RecordBatch]:
-        """Record batches of a file after `skipped` rows; a column that it lacks is left out."""
-        file = self.files[number]
-        check_unchanged(file)
-        with _open(file) as parquet:
-            present = [name for name in parquet.schema_arrow.names if name in set(columns)]
-            try:
-                for group in range(parquet.metadata.num_row_groups):
-                    num_rows = parquet.metadata.row_group(group).num_rows
-                    if skipped >= num_rows:
-                        skipped -= num_rows
-                        continue
-                    batch_rows = _batch_rows(parquet, group, present, max_rows)
-                    for batch in parquet.iter_batches(
-                        batch_rows, row_groups=[group], columns=present
-                    ):
-                        if skipped >= batch.num_rows:
-                            skipped -= batch.num_rows
-                            continue
-                        yield batch.slice(skipped)
-                        skipped = 0
-            except (pa.ArrowException, OSError) as fault:
-                raise _damaged(file, fault) from None
-
-
-def _open(file: InputFile) -> pq.ParquetFile:
-    try:
-        return pq.ParquetFile(file.path, buffer_size=1 << 20, memory_map=False)
-    except (pa.ArrowException, OSError) as fault:
-        raise _damaged(file, fault) from None
-
-
-def _damaged(file: InputFile, fault: Exception) -> JobError:
-    reason = " ".join(str(fault).split())[:200]
-    return JobError(f"input file {file.path} cannot be read as Parquet: {reason}; write it again")
+        return self._form.batches(self.files[number], skipped, columns, max_rows)
 
 
 def _place(file: InputFile, row: int) -> str:
     return f"{file.path}, row {row} (counted from 0)"
-
-
-def _batch_rows(parquet: pq.ParquetFile, group: int, columns: list[str], max_rows: int) -> int:
-    """How many rows of a row group hold about 8 MiB of the columns."""
-    about = parquet.metadata.row_group(group)
-    names = set(columns)
-    num_bytes: int = sum(
-        about.column(position).total_uncompressed_size
-        for position in range(about.num_columns)
-        if about.column(position).path_in_schema.split(".")[0] in names
-    )
-    num_rows: int = about.num_rows
-    return max(1, min(max_rows, _BATCH_BYTES * num_rows // max(num_bytes, 1)))
 
 
 def _column(batch: pa.RecordBatch, name: str) -> list[Any]:
