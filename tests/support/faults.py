@@ -108,7 +108,7 @@ class PowerStore(FaultStore):
     def __init__(self, root: Path, at: int, dice: random.Random | None = None) -> None:
         super().__init__(root, at, lambda store, effect, path: self._go_dark())
         self._dice = dice
-        self._copies = root.parent / f"{root.name}.copies"
+        self._copies = root.parent / f"{root.name}.copies-{self.aside.name}"
         self._num_copies = 0
         self._unsynced: list[tuple[Path, Callable[[], None]]] = []  # (what syncs it, undoing)
         self._dirty: set[Path] = set()

@@ -6,14 +6,15 @@ stdout  pid N                       of the fork
         done EXIT_CODE ROWS DUPLICATES
         end STATUS                  as of waitpid, -9 for SIGKILL
 
-KILL_AT k: the job ends itself with SIGKILL before, or in the middle of, its k-th write.
+KILL_AT k: the job ends itself with SIGKILL before its k-th effect on the disk, or in its middle.
 """
 
 import os
 import sys
 from pathlib import Path
 
-from scripted import KillingStore, ScriptedEngine, run_scripted, scripted_seams, scripted_spec
+from faults import FaultStore, kill
+from scripted import ScriptedEngine, run_scripted, scripted_seams, scripted_spec
 
 from batchmla.jobs.journal import Pace
 
@@ -30,7 +31,7 @@ def run(source: Path, output: Path, kill_at: int) -> None:
 
     engine = ScriptedEngine(delay_s=0.0003, on_completion=note)
     seams = scripted_seams(
-        engine, store=lambda root: KillingStore(root, kill_at), pace=Pace(rows=30)
+        engine, store=lambda root: FaultStore(root, kill_at, kill), pace=Pace(rows=30)
     )
     summary = run_scripted(scripted_spec(source, output, output={"token_ids": True}), seams)
     say(f"done {summary.exit_code} {summary.rows_this_run} {summary.duplicates}")

@@ -2,7 +2,6 @@
 
 import heapq
 import os
-import signal
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -277,31 +276,3 @@ def scripted_seams(
 
 def run_scripted(loaded: LoadedSpec, seams: Seams, **wishes: Any) -> Summary:
     return run_job(loaded, progress="off", seams=seams, **wishes)
-
-
-class KillingStore(Store):
-    """Ends the process with SIGKILL before, or in the middle of, its `kill_at`-th operation."""
-
-    def __init__(self, root: Path, kill_at: int) -> None:
-        super().__init__(root)
-        self._left = kill_at
-
-    def publish(self, name: str, target: Path) -> None:
-        self._count(self.aside / name)
-        super().publish(name, target)
-        self._count()
-
-    def append(self, target: Path, line: bytes) -> None:
-        self._count()
-        super().append(target, line)
-
-    def remove(self, target: Path) -> None:
-        self._count()
-        super().remove(target)
-
-    def _count(self, half_written: Path | None = None) -> None:
-        self._left -= 1
-        if self._left == 0:
-            if half_written is not None:
-                os.truncate(half_written, half_written.stat().st_size // 2)
-            os.kill(os.getpid(), signal.SIGKILL)
