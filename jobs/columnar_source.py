@@ -5,17 +5,19 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 import pyarrow as pa
+import pyarrow.compute as pc
 from pyarrow import types
 
 from batchmla.errors import JobError
 from batchmla.jobs.ids import IdIndex
 from batchmla.jobs.input_file import InputFile
-from batchmla.jobs.parquet_schema import plain_type, python_type, unify
+from batchmla.jobs.parquet_schema import meets_as_number, plain_type, python_type, unify
 from batchmla.jobs.row import Row
 from batchmla.jobs.source import Faults, RowBatch, Scan
 
 _MAX_BATCH_ROWS = 1024
 _ID_BATCH = 8192
+_EXACT = 2**53  # doubles hold all whole numbers up to here
 _UNREADABLE = object()  # a value that Python has no form for
 
 
@@ -49,10 +51,30 @@ class ColumnarSource:
         self._form = form
         self.files = tuple(counted)
         self.schema = unify(schemas)
+        self._check_wholes(schemas)
         self.id_column = id_column
         if id_column is None and "id" in self.schema.names:
             self.id_column = "id"
         self._check_id()
+
+    def _check_wholes(self, schemas: list[tuple[str, pa.Schema]]) -> None:
+        """Refuse whole numbers that cannot become the doubles of another file."""
+        widened = {
+            field.name
+            for _, schema in schemas
+            for field in schema
+            if meets_as_number(field.type, self.schema.field(field.name).type)
+        }
+        for number, file in enumerate(self.files) if widened else ():
+            for batch in self._batches(number, 0, sorted(widened), _ID_BATCH):
+                for name in batch.schema.names:
+                    low, high = pc.min_max(batch.column(name)).as_py().values()
+                    if low is not None and not -_EXACT <= low <= high <= _EXACT:
+                        raise JobError(
+                            f"input column {name} is {batch.column(name).type} in {file.path} with "
+                            f"values beyond 2^53 and double in another file; write both with one "
+                            "type"
+                        )
 
     def _check_id(self) -> None:
         if self.id_column is None or self.id_column not in self.schema.names:

@@ -51,7 +51,10 @@ def plain_type(dtype: pa.DataType) -> pa.DataType:
 
 
 def _common_type(a: pa.DataType, b: pa.DataType) -> pa.DataType | None:
-    """The narrowest type that holds the values of both exactly, or None."""
+    """The narrowest type that holds the values of both exactly, or None.
+
+    Where whole numbers of 64 bits meet doubles, their values have to be looked at.
+    """
     if a == b:
         return a
     if types.is_null(a) or types.is_null(b):
@@ -65,8 +68,15 @@ def _common_type(a: pa.DataType, b: pa.DataType) -> pa.DataType | None:
         except (pa.ArrowTypeError, pa.ArrowInvalid):
             continue
         wide = merged.field(0).type
-        return wide if _is_exact(one, wide) and _is_exact(other, wide) else None
+        both = (one, other)
+        is_exact = all(_is_exact(each, wide) or meets_as_number(each, wide) for each in both)
+        return wide if is_exact else None
     return None
+
+
+def meets_as_number(whole: pa.DataType, wide: pa.DataType) -> bool:
+    """Whether only whole numbers up to 2^53 of a type are the same as doubles."""
+    return bool(types.is_integer(whole) and types.is_float64(wide) and whole.bit_width == 64)
 
 
 def _is_exact(narrow: pa.DataType, wide: pa.DataType) -> bool:

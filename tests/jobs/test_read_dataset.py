@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from batchmla.errors import JobError
@@ -53,7 +54,7 @@ def test_a_saved_data_set_is_read_shard_by_shard(tmp_path: Path) -> None:
     assert [row.id for row in rows] == [f"r{n}" for n in range(12)]
     assert [(row.file, row.number) for row in rows[6:8]] == [(0, 6), (1, 0)]
     assert all_rows(source, start=5) == rows[5:]
-    assert source.carried.equals(SCHEMA, check_metadata=True)
+    assert source.carried == SCHEMA and source.carried.metadata == SCHEMA.metadata
     carried = pa.Table.from_batches(source.carried_batches(5), source.carried)
     assert carried.column("n").to_pylist() == list(range(5, 12))
     assert carried.column("tags").to_pylist() == [["x"] * (n % 2) for n in range(5, 12)]
@@ -163,3 +164,24 @@ def test_an_id_is_found_in_the_local_cache(cache: Path) -> None:
     ):
         with pytest.raises(JobError, match=said):
             table(path)
+
+
+def test_types_that_parquet_lacks_are_carried_as_what_it_has(tmp_path: Path) -> None:
+    folder = save(tmp_path / "saved", [range(1)])
+    columns = {
+        "id": pa.array(["a", "b"]),
+        "seconds": pa.array([5, None], pa.timestamp("s", "UTC")),
+        "empty": pa.array([{}, None], pa.struct([])),
+        "inside": pa.array([[{"x": {}}], None], pa.list_(pa.struct([("x", pa.struct([]))]))),
+    }
+    made = pa.table(columns)
+    with pa.ipc.new_stream(folder / "data-00000-of-00001.arrow", made.schema) as stream:
+        stream.write_table(made)
+    source = table(folder)
+    source.scan()
+    assert source.carried.field("seconds").type == pa.timestamp("ms", "UTC")
+    carried = pa.Table.from_batches(source.carried_batches(), source.carried)
+    assert carried.column("seconds").cast(pa.int64()).to_pylist() == [5000, None]
+    assert carried.column("empty").to_pylist() == ["{}", None]
+    assert carried.column("inside").to_pylist() == ['[{"x": {}}]', None]
+    pq.write_table(carried, tmp_path / "out.parquet")

@@ -250,7 +250,7 @@ def test_schemas_of_many_files_become_one(tmp_path: Path) -> None:
     ("first", "second"),
     [
         (pa.array(["x"]), pa.array([1])),
-        (pa.array([1]), pa.array([0.5])),
+        (pa.array([[1]]), pa.array([[0.5]])),
         (pa.array([1], pa.uint64()), pa.array([1])),
         (pa.array([[1]]), pa.array([["x"]])),
         (pa.array([{"k": 1}]), pa.array([{"k": "x"}])),
@@ -263,6 +263,26 @@ def test_a_clash_of_types_names_both_files(
     put(tmp_path, {"v": first}, "0.parquet")
     put(tmp_path, {"v": second}, "1.parquet")
     with pytest.raises(JobError, match=r"column v is .* in .*0\.parquet but .* in .*1\.parquet"):
+        table(tmp_path)
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (1, 2, 0), (2, 0, 1)])
+def test_whole_numbers_meet_fractions_as_doubles(tmp_path: Path, order: tuple[int, ...]) -> None:
+    values = [pa.array([1, 2**53]), pa.array([0.5, None]), pa.array([None, -7])]
+    for place in order:
+        put(tmp_path, {"v": values[place]}, f"{order.index(place)}.parquet")
+    source = table(tmp_path)
+    assert source.carried.field("v").type == pa.float64()
+    found = carried(source).column("v").to_pylist()
+    assert found == [one for place in order for one in values[place].to_pylist()]
+
+
+def test_whole_numbers_that_no_double_holds_are_refused_before_the_run(tmp_path: Path) -> None:
+    put(tmp_path, {"v": [1, 2**53 + 1]}, "0.parquet")
+    put(tmp_path, {"v": [0.5]}, "1.parquet")
+    with pytest.raises(
+        JobError, match=r"v is int64 in .*0\.parquet with values beyond 2\^53"
+    ):
         table(tmp_path)
 
 
