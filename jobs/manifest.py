@@ -6,7 +6,7 @@ import json
 import platform
 import secrets
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -25,9 +25,15 @@ _FREE = (
     "name", "model.path", "model.revision", "model.memory_utilization", "input.path",
     "input.format", "input.check", "engine.max_num_seqs", "engine.max_batched_tokens",
     "engine.prefix_caching", "engine.block_size", "engine.order", "engine.window_rows",
-    "engine.dedupe", "executor", "output.path", "output.rows_per_file", "output.compression",
-    "errors",
+    "engine.dedupe", "executor", "output.path", "output.compression", "errors",
 )  # fmt: skip
+_FIXED = (
+    "output.rows_per_file",
+    "output.format",
+    "sampling.n",
+)  # for an output, whatever is wished
+
+HasGrown = Callable[[str, str, str | None], bool]
 
 _PACKAGES = ("torch", "transformers", "tokenizers", "pyarrow", "numpy", "jinja2")
 _BESIDE_NUMBERS = ("python", "pyarrow")  # versions that no token id depends on
@@ -36,7 +42,7 @@ _SMALL = (".json", ".jinja", ".model", ".txt", ".tiktoken", ".py")
 _TEXTS = ("versions", "model", "input", "numerics")  # maps from text to text
 _SHAPES: dict[str, Any] = {  # of the entries that are no map
     "job_id": str, "created_s": int | float, "columns": list, "prompt": str,
-    "num_rows": int | None, "format": int, "earlier": list,
+    "num_rows": int | None, "last_rows": str | None, "format": int, "earlier": list,
 }  # fmt: skip
 _SINGLE = "model.safetensors"
 _SAMPLE_BYTES = 65536
@@ -57,6 +63,7 @@ class Manifest:
     prompt: str  # hash of templates, markers and tool definitions
     numerics: Mapping[str, str] = field(default_factory=dict)  # device, threads, dtype …
     num_rows: int | None = None  # once the input has been read to its end
+    last_rows: str | None = None  # of the last input file: number of rows and digest
     format: int = FORMAT
     earlier: Sequence[Mapping[str, Any]] = field(default=())  # before --accept-changes
 
@@ -79,6 +86,7 @@ def make_manifest(
     prompt: str,
     columns: pa.Schema,
     numerics: Mapping[str, str],
+    last_rows: str | None = None,
 ) -> Manifest:
     """A new job's manifest. `settings` is the job file as resolved, nested; `sources` by field."""
     job = {
@@ -95,6 +103,7 @@ def make_manifest(
         columns=[f"{field.name}: {field.type}" for field in columns],
         prompt=prompt,
         numerics=dict(numerics),
+        last_rows=last_rows,
     )
 
 
@@ -178,10 +187,13 @@ def differences(old: Manifest, new: Manifest) -> list[str]:
             found.append(f"{name}: {json.dumps(before)} → {json.dumps(after)}")
     for name in sorted(set(old.model) | set(new.model)):
         if old.model.get(name) != new.model.get(name):
-            word = "changed" if name in old.model and name in new.model else "added or gone"
-            found.append(f"model file {name}: {word}")
+            before, after = (each.model.get(name, "none") for each in (old, new))
+            found.append(f"model file {name}: {before} → {after}")
     if old.prompt != new.prompt:
-        found.append("the rendered prompt (template, tokenizer files, tools or markers): changed")
+        found.append(
+            f"the rendered prompt (template, tokenizer files, tools or markers): hash {old.prompt} "
+            f"→ {new.prompt}"
+        )
     return found + _numeric_changes(old, new) + _input_changes(old.input, new.input)
 
 
@@ -219,10 +231,29 @@ def _place(described: str | None) -> str | None:
     return None if described is None else described.partition(",")[0]
 
 
+def _with_growth(old: Manifest, new: Manifest, has_grown: HasGrown) -> Manifest:
+    """`old` with the last file as it is now, if that is what it was and more rows."""
+    last = next(reversed(list(old.input)), None)
+    if last is None or last not in new.input or old.input[last] == new.input[last]:
+        return old
+    if not has_grown(last, old.input[last], old.last_rows):
+        return old
+    return replace(old, input={**old.input, last: new.input[last]}, num_rows=None)
+
+
 def settle(
-    old: Manifest | None, new: Manifest, *, output: Path, is_accepted: bool
+    old: Manifest | None,
+    new: Manifest,
+    *,
+    output: Path,
+    is_accepted: bool,
+    has_grown: HasGrown = lambda name, was, was_rows: False,
 ) -> tuple[Manifest, bool]:
-    """The manifest to go on with, and whether it differs from the one on the disk."""
+    """The manifest to go on with, and whether it differs from the one on the disk.
+
+    `has_grown` says whether an input file is what it was (in words of its fingerprint, and its rows
+    as `last_rows` told) with rows added at its end: those are picked up like files that follow.
+    """
     if old is None:
         return new, True
     if old.columns != new.columns:
@@ -231,19 +262,21 @@ def settle(
             f"{output} was begun with other columns (differing: {'; '.join(changed)}); a data set "
             f"has one schema: start over with --fresh, or choose another output.path"
         )
-    before, after = (each.job.get("output.format", {}).get("value") for each in (old, new))
-    if before != after:
-        raise JobError(
-            f"{output} was begun with output.format {before}, not {after}; a data set has one "
-            f"format: start over with --fresh, or choose another output.path"
-        )
+    for name in _FIXED:
+        before, after = (each.job.get(name, {}).get("value") for each in (old, new))
+        if before != after:
+            raise JobError(
+                f"{output} was begun with {name} {before}, not {after}; that is fixed for an "
+                f"output: set it back, start over with --fresh, or choose another output.path"
+            )
+    was, old = old, _with_growth(old, new, has_grown)
     changed = differences(old, new)
     num_rows = old.num_rows if old.input == new.input else None
     if not changed:
         created_s = old.created_s
         kept = replace(new, job_id=old.job_id, created_s=created_s, earlier=old.earlier)
         kept = replace(kept, num_rows=num_rows)
-        return kept, plain(asdict(kept)) != plain(asdict(old))
+        return kept, plain(asdict(kept)) != plain(asdict(was))
     moved = _moved_files(old.input, new.input)
     if moved:
         raise JobError(
@@ -257,8 +290,8 @@ def settle(
             f"{output} was begun with another job:\n  {listed}\ngo on anyway with --accept-changes "
             f"(finished rows are kept), start over with --fresh, or choose another output.path"
         )
-    before = {key: value for key, value in asdict(old).items() if key != "earlier"}
-    earlier = (*old.earlier, before)
+    record = {key: value for key, value in asdict(was).items() if key != "earlier"}
+    earlier = (*old.earlier, record)
     return replace(new, job_id=old.job_id, earlier=earlier, num_rows=num_rows), True
 
 

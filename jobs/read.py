@@ -3,7 +3,6 @@
 It reads local files in constant memory; per row it keeps a hash of the id.
 """
 
-import hashlib
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -13,12 +12,13 @@ from typing import Literal
 import pyarrow as pa
 
 from batchmla.errors import JobError
+from batchmla.jobs import identity
 from batchmla.jobs.arrow_form import ArrowForm
 from batchmla.jobs.columnar_source import ColumnarForm, ColumnarSource
 from batchmla.jobs.csv_form import CsvForm
 from batchmla.jobs.files import find_files
 from batchmla.jobs.ids import IdIndex
-from batchmla.jobs.input_file import InputFile, read_blocks, stat_file
+from batchmla.jobs.input_file import InputFile
 from batchmla.jobs.jsonl import JsonlForm
 from batchmla.jobs.openai_form import BatchForm, is_batch
 from batchmla.jobs.parquet_form import ParquetForm
@@ -116,7 +116,7 @@ class InputTable:
         self._has_columns = self._is_complete
         self._carried: pa.Schema | None = None
         self._wanted: tuple[str, ...] | None = None
-        self._digests: dict[tuple[str, int, int], str] = {}  # by path, size and time
+        self._digests: identity.Digests = {}
         if self._has_columns:
             self._carried = self._choose_carried()
 
@@ -313,18 +313,33 @@ class InputTable:
         The first call reads every byte, at about 1 GB/s a core; a later one only the files whose
         size or time has changed.
         """
-        found: dict[str, str] = {}
-        for place, file in enumerate(self.files, start=1):
-            size_bytes, mtime_ns = stat_file(file)
-            key = (file.path, size_bytes, mtime_ns)
-            if key not in self._digests:
-                self._digests[key] = _content_digest(file)
-            found[file.name] = f"file {place}, {size_bytes} bytes, blake2b {self._digests[key]}"
-        return found
+        return identity.fingerprint(self.files, self._digests)
 
+    def last_rows(self) -> str | None:
+        """The rows of the last file in words, where a later `has_grown` needs them."""
+        file = self.files[-1]
+        if isinstance(self._source, TextSource) or file.size_bytes > identity.MOST_BYTES:
+            return None
+        assert file.num_rows is not None, "columnar files are counted when they are opened"
+        return identity.describe_rows(self._rows_of(len(self.files) - 1), file.num_rows)
 
-def _content_digest(file: InputFile) -> str:
-    digest = hashlib.blake2b(digest_size=16)
-    for block in read_blocks(file):
-        digest.update(block)
-    return digest.hexdigest()
+    def has_grown(self, name: str, was: str, was_rows: str | None) -> bool:
+        """Whether file `name` is what a fingerprint called `was`, with rows added at its end.
+
+        `was_rows`: what `last_rows` said when that file was the last one.
+        """
+        number = next((i for i, file in enumerate(self.files) if file.name == name), None)
+        if number is None or was.partition(",")[0] != f"file {number + 1}":
+            return False
+        file = self.files[number]
+        if isinstance(self._source, TextSource):
+            return identity.has_grown_text(file, was)
+        if was_rows is None or file.num_rows is None:
+            return False
+        return identity.has_grown_rows(was_rows, self._rows_of(number), file.num_rows)
+
+    def _rows_of(self, number: int) -> Iterator[pa.RecordBatch]:
+        """All columns from the first row of one columnar file on."""
+        start = sum(file.num_rows or 0 for file in self.files[:number])
+        for batch, _ in self._source.carried(self._source.schema, start):
+            yield batch

@@ -15,6 +15,7 @@ from pathlib import Path
 from batchmla.core import EngineStats
 from batchmla.errors import BatchmlaError, ExitCode, JobError
 from batchmla.jobs.clear import clear_output
+from batchmla.jobs.ending import ending
 from batchmla.jobs.journal import Journal
 from batchmla.jobs.lease import Lease
 from batchmla.jobs.ledger import Ledger, Part
@@ -185,9 +186,15 @@ class _Run:
             prompt=text.prompt_hash,
             columns=self.form.schema,
             numerics=self.seams.numerics(self.spec),
+            last_rows=self.table.last_rows(),
         )
-        old = read_manifest(self.output)
-        return settle(old, new, output=self.output, is_accepted=self.wishes.accept_changes)
+        return settle(
+            read_manifest(self.output),
+            new,
+            output=self.output,
+            is_accepted=self.wishes.accept_changes,
+            has_grown=self.table.has_grown,
+        )
 
     def _lines(self) -> LineForm | None:
         """How rows become the lines of output.format openai_batch."""
@@ -294,31 +301,19 @@ class _Run:
 
     def _end(self, loop: Loop) -> Summary:
         """Says how it ended: `_SUCCESS`, summary and exit code."""
-        failed, num_rows = self.journal.tally.failed, loop.num_rows
+        num_rows = loop.num_rows
         is_complete = (
             num_rows is not None
             and self.writer.is_complete(num_rows)
             and self.journal.done.first_missing() >= num_rows  # false in the midst of retries
         )
-        code, reason = ExitCode.OK, None
-        if self.signals.signum is not None and not is_complete:
-            code = ExitCode(128 + self.signals.signum)
-            reason = "stopped by a signal; finished rows are saved, the same command goes on"
-        elif loop.is_stopped_by_failures and not is_complete:
-            code = ExitCode.ROWS_FAILED
-            reason = (
-                f"stopped as the first {loop.finished:,} rows all failed (errors.stop_after); the "
-                f"last one: {loop.last_error}"
-            )
-        elif not is_complete:
-            reason = "rows are left; the same command without --limit goes on"
-        elif num_rows and not self.spec.errors.allows(failed, num_rows):
-            code = ExitCode.ROWS_FAILED
-            reason = (
-                f"{failed:,} of {num_rows:,} rows failed, more than errors.max = "
-                f"{self.spec.errors.max} allows; see the column "
-                f"{self.spec.output.prefix}error, then --retry-failed or a higher errors.max"
-            )
+        code, reason = ending(
+            self.spec,
+            loop,
+            is_complete=is_complete,
+            num_failed=self.journal.tally.failed,
+            signum=self.signals.signum,
+        )
         summary = self._summary(code, num_rows, reason, loop)
         write_summary(self.store, summary)
         if is_complete and code is ExitCode.OK:

@@ -48,6 +48,15 @@ class Table(Protocol):
         """File name → its place among the files, size and digest, as text."""
         ...
 
+    def last_rows(self) -> str | None:
+        """The rows of the last file in words, as far as `has_grown` needs them."""
+        ...
+
+    def has_grown(self, name: str, was: str, was_rows: str | None) -> bool:
+        """Whether file `name` is what an earlier fingerprint and `last_rows` said of it, with rows
+        added at its end."""
+        ...
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedEngine:

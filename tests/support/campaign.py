@@ -1,6 +1,6 @@
 """A campaign of random kills over one small job: every output is killed again and again, then ends.
 
-    python -P tests/support/campaign.py --kills 2000 [--seed 0]
+    python tests/support/campaign.py --kills 2000 [--seed 0]
 
 Most deaths are inside the process, at a random effect on the disk and of a random kind (killed,
 torn write, power lost with all or some of what was not synced, refused by the disk); the others are
