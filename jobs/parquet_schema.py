@@ -33,6 +33,8 @@ def unify(schemas: Sequence[tuple[str, pa.Schema]]) -> pa.Schema:
                         f"input column {field.name} is {known.type} in {first_path[field.name]} "
                         f"but {field.type} in {path}; write both files with one type"
                     )
+                if merged != known.type:
+                    first_path[field.name] = path  # the type is this file's
                 is_nullable = known.nullable or field.nullable
                 fields[field.name] = known.with_type(merged).with_nullable(is_nullable)
     for name, field in fields.items():
