@@ -11,6 +11,8 @@ import pytest
 from echo_job import EchoEngine, EchoJob
 
 from batchmla.errors import JobError
+from batchmla.jobs.run import run_job
+from batchmla.jobs.spec import build_spec
 
 
 def put(folder: Path, rows: list[Any], name: str = "in.jsonl") -> Path:
@@ -221,3 +223,26 @@ def test_fc_016_a_row_of_megabytes_is_refused_in_little_time(tmp_path: Path) -> 
     assert time.process_time() - began_s < 5.0
     assert [row["content"] for row in job.rows()] == ["short", None, "short again"]
     assert "the prompt is too long: at least" in str(job.errors()[1])
+
+
+def test_fc_004_an_answer_cut_by_the_context_says_so(tmp_path: Path) -> None:
+    rows = words("~" * 32, "~" * 62, "~" * 63, "~" * 64)
+    job = {
+        "model": {"path": "builtin:tally", "max_model_len": 64, "device": "cpu"},
+        "input": {"path": str(put(tmp_path, rows))},
+        "prompt": {"raw": "prompt"},
+        "sampling": {"max_tokens": 16, "ignore_eos": True, "temperature": 0},
+        "reasoning": {"parser": "none"},
+        "output": {"path": str(tmp_path / "out"), "token_ids": True},
+        "errors": {"max": 2},
+    }
+    assert run_job(build_spec(job), progress="off").exit_code == 0
+    found = pq.read_table(tmp_path / "out" / "part-00000.parquet").to_pylist()
+    lengths = [row["prompt_tokens"] for row in found]
+    for row, length in zip(found, lengths, strict=True):
+        if row["error"] is None:
+            granted = min(16, 64 - length)
+            assert row["finish_reason"] == "length" and len(row["token_ids"]) == granted >= 1
+        else:
+            assert "at most 63 fit" in row["error"]
+    assert [row["error"] is None for row in found] == [True, True, True, False]
