@@ -1,4 +1,4 @@
-"""How far a run is: a table on a terminal, a line every 10 s elsewhere, a heartbeat file.
+"""How far a run is: a table on a terminal, lines elsewhere, a heartbeat file.
 
 A thread of its own looks a few times a second, so that nothing is done per row or per token.
 """
@@ -27,6 +27,7 @@ _LOG = logging.getLogger(__name__)
 _TICK_S = 0.5
 _HEARTBEAT_S = 2.0
 _LINE_S = 10.0
+_MOST_LINE_S = 600.0
 _RATE_S = 60.0  # rates are over the last so many seconds
 _SETTLED_ROWS = 20  # and rows: the first to finish are the short ones
 _SETTLED_S = 10.0
@@ -95,16 +96,19 @@ class View(Protocol):
 
 
 class PlainView:
-    """One line every 10 s."""
+    """One line every 10 s, and in longer runs every tenth of the time so far, up to 10 min."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
-        self._next_s = time.monotonic() + _LINE_S
+        self._start_s = time.monotonic()
+        self._next_s = self._start_s + _LINE_S
 
     def show(self, snapshot: Snapshot) -> None:
-        if time.monotonic() >= self._next_s:
-            self._next_s += _LINE_S
-            print(snapshot.line(), file=self._stream, flush=True)
+        now_s = time.monotonic()
+        if now_s < self._next_s:
+            return
+        self._next_s = now_s + min(_MOST_LINE_S, max(_LINE_S, (now_s - self._start_s) / 10))
+        print(snapshot.line(), file=self._stream, flush=True)
 
     def close(self) -> None:
         pass

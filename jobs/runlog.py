@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from batchmla.jobs.store import storage_errors
@@ -10,12 +10,24 @@ from batchmla.jobs.store import storage_errors
 _ONLY_FILE = "batchmla.jobs.runlog.only"  # what is logged under this name is not for the console
 
 
+class _LogFile(logging.FileHandler):
+    """Lines that a full or failing disk does not take are lost, and nothing else: what the job
+    writes will meet the same disk and say so."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Says nothing."""
+
+    def close(self) -> None:
+        with suppress(OSError):
+            super().close()
+
+
 @contextmanager
 def run_log(output: Path) -> Iterator[None]:
     """Adds the file to the package's loggers inside `with`; other handlers stay as they are."""
     path = output / "_batchmla" / "run.log"
     with storage_errors(path):
-        handler = logging.FileHandler(path, encoding="utf-8")
+        handler = _LogFile(path, encoding="utf-8")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     logger = logging.getLogger("batchmla")
     level = logger.level

@@ -64,6 +64,24 @@ def test_the_plain_view_prints_once_in_ten_seconds(monkeypatch: pytest.MonkeyPat
     assert 2 <= len(stream.getvalue().splitlines()) <= 3
 
 
+def test_fc_165_a_long_run_in_a_log_is_a_few_plain_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s, stream = 5000.0, io.StringIO()
+    monkeypatch.setattr(time, "monotonic", lambda: now_s)
+    view = make_view("auto", stream)
+    assert view is not None
+    for _ in range(7200):  # an hour, two looks a second
+        now_s += 0.5
+        view.show(LOOK)
+    view.close()
+    lines = stream.getvalue().splitlines()
+    assert 20 < len(lines) < 50 and lines[0] == LOOK.line()
+    assert "\r" not in stream.getvalue() and "\x1b" not in stream.getvalue()
+    for _ in range(24 * 720):  # another day, a look every five seconds
+        now_s += 5
+        view.show(LOOK)
+    assert len(stream.getvalue().splitlines()) < 220  # at least one in ten minutes
+
+
 def test_the_rich_view_draws_a_table() -> None:
     stream = io.StringIO()
     view = RichView(Console(file=stream, force_terminal=True, width=100))

@@ -11,7 +11,7 @@ class Jobs:
     """Starts jobs over one input in processes of their own, one after the other."""
 
     def __init__(self, source: Path) -> None:
-        self._source = source
+        self.source = source
         self._server = subprocess.Popen(
             [sys.executable, str(SCRIPT)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
@@ -19,7 +19,7 @@ class Jobs:
 
     def start(self, output: Path, kill_at: int = 0) -> None:
         assert self._server.stdin is not None
-        self._server.stdin.write(f"{self._source}\t{output}\t{kill_at}\n")
+        self._server.stdin.write(f"{self.source}\t{output}\t{kill_at}\n")
         self._server.stdin.flush()
         self.pid = int(self.read("pid")[0])
 
