@@ -5,6 +5,7 @@ name   <first index>-<last index>.<round>.<run>-<number>.seg, all zero-padded
 schema metadata  batchmla.job = id of the job that made it
 """
 
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -57,7 +58,8 @@ class Segment:
 def list_segments(folder: Path) -> list[Segment]:
     """Every file with a segment's name in `folder`, winners first."""
     with storage_errors(folder):
-        found = [Segment.of(path) for path in folder.iterdir()] if folder.exists() else []
+        files = [each for each in os.scandir(folder) if each.is_file()] if folder.exists() else []
+    found = [Segment.of(Path(each.path)) for each in files]
     return sorted((segment for segment in found if segment), key=lambda each: each.precedence)
 
 
