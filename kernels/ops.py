@@ -54,9 +54,9 @@ class Group:
     query sees every key, or when `is_causal`: query i sees keys 0..L-Q+i. `first_page` is set
     when G = 1 and the pages are consecutive ids.
 
-    `query_block` (exact mode) says how many queries a call may hold. 1: G = 1 and every query is
-    its own call. More: the queries go in blocks of so many, each with keys up to its own last
-    query; the group is causal and `bias_GQL` holds the last block only, [1, block, L].
+    `query_block` (exact mode) says how many queries a call may hold: they go in blocks of so many,
+    each with keys up to its own last query; the group is causal and `bias_GQL` holds the last
+    block only, [1, block, L].
     """
 
     num_sequences: int
@@ -80,13 +80,16 @@ class Group:
 class Groups:
     """Groups and the rows of T they cover, in the groups' order; None: all rows as they stand.
 
-    A prefix is a group of one sequence, every query of which sees every key. Its rows are rows of
-    members too, whose softmax runs over the prefix's keys and the member's own together.
+    A prefix is a group, of one sequence or of one query a sequence, whose queries see every key.
+    Its rows are rows of members too: their softmax runs over the keys of the member and of all
+    prefixes they are in. `is_split` (exact mode): a row's result must not depend on which rows
+    share its prefixes, nor on whether others have any.
     """
 
     members: tuple[Group, ...]
     rows_N: torch.Tensor | None = None
     prefixes: tuple[Group, ...] = ()
+    is_split: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,6 +7,7 @@ latent row as both and drops the tail of the result, the expanded form pads the 
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +15,7 @@ import torch.nn.functional as F
 from batchmla.kernels.cpu.linear import one_linear
 from batchmla.kernels.cpu.norm import norm, rope
 from batchmla.kernels.cpu.scratch import Scratch
-from batchmla.kernels.cpu.sdpa import Attended, flash, sdpa
+from batchmla.kernels.cpu.sdpa import Attended, flash, plain, sdpa
 from batchmla.kernels.ops import Group, Groups, MlaDims, Packed, RopeLayout
 
 
@@ -69,12 +70,12 @@ def _join(parts: Sequence[torch.Tensor]) -> torch.Tensor:
 class _Results:
     """Rows [N, H, W] of a set of groups, member by member, and the prefixes merged into them.
 
-    Two softmaxes over parts of the keys, with results x, y and log-sum-exps l, m, make the one over
-    all of them: x + (y - x) · sigmoid(m - l) (Milakov and Gimelshein, arXiv:1805.02867).
+    Softmaxes over parts of the keys, with results x and log-sum-exps l, make the one over all of
+    them: the mean of x weighted by exp(l) (Milakov and Gimelshein, arXiv:1805.02867).
     """
 
     def __init__(self, groups: Groups) -> None:
-        self.has_lse = bool(groups.prefixes)
+        self.has_lse = groups.is_split or bool(groups.prefixes)
         self._outs: list[torch.Tensor] = []
         self._lses: list[torch.Tensor] = []
 
@@ -86,17 +87,31 @@ class _Results:
             self._lses.append(lse_GQH.flatten(0, 1))
 
     def merged(self, prefixes: Sequence[tuple[Group, Attended]]) -> torch.Tensor:
-        """All rows."""
+        """All rows; the rows of prefixes come first."""
         out_NHW = _join(self._outs)
         if not prefixes:
             return out_NHW
-        lse_NH = _join(self._lses)
-        for group, (part_1NHW, part_lse_1NH) in prefixes:
-            rows = slice(group.first_row, group.first_row + group.num_queries)
-            assert part_lse_1NH is not None
-            share_NH1 = (part_lse_1NH[0] - lse_NH[rows]).sigmoid_()[..., None]
-            own_NHW, part_NHW = out_NHW[rows], part_1NHW[0, ..., : out_NHW.shape[-1]]
-            own_NHW.copy_(torch.lerp(own_NHW.float(), part_NHW.float(), share_NH1))
+        count = max(group.first_row + group.num_rows for group, _ in prefixes)
+        lse_NH = _join(self._lses)[:count]
+        most_NH = lse_NH.clone()
+        parts = []
+        for group, (part_GQHW, part_lse_GQH) in prefixes:
+            assert part_lse_GQH is not None
+            rows = slice(group.first_row, group.first_row + group.num_rows)
+            part_NHW = part_GQHW[..., : out_NHW.shape[-1]].flatten(0, 1)
+            parts.append((rows, part_NHW, part_lse_GQH.flatten(0, 1)))
+            most_NH[rows] = torch.maximum(most_NH[rows], parts[-1][2])
+        own_NH = (lse_NH - most_NH).exp_()
+        sum_NH = own_NH.clone()
+        shares = []
+        for rows, _, part_lse_NH in parts:
+            shares.append((part_lse_NH - most_NH[rows]).exp_())
+            sum_NH[rows] += shares[-1]
+        merged_NHW = out_NHW[:count].float().mul_((own_NH / sum_NH)[..., None])
+        for (rows, part_NHW, _), share_NH in zip(parts, shares, strict=True):
+            share_NH1 = (share_NH / sum_NH[rows])[..., None]
+            merged_NHW[rows] += part_NHW.float().mul(share_NH1)
+        out_NHW[:count] = merged_NHW
         return out_NHW
 
 
@@ -109,21 +124,14 @@ def _attend(
     *,
     has_lse: bool = False,
 ) -> Attended:
-    """One SDPA for the group, or one for each of its query blocks → [G, Q, H, W]; its log-sum-exp
-    [G, Q, H] where wanted."""
+    """One SDPA for the group → [G, Q, H, W]; its log-sum-exp [G, Q, H] where wanted.
+
+    Or one for each of its query blocks, without."""
     block, num_queries = group.query_block, group.num_queries
     if block is None:
         bias, is_causal = group.bias_GQL, group.is_causal
-        if has_lse:
-            return sdpa(q_GQHD, k_GLKD, v_GLKW, bias, scale, is_causal=is_causal, call=flash)
-        return sdpa(q_GQHD, k_GLKD, v_GLKW, bias, scale, is_causal=is_causal)
-    assert not has_lse, "query blocks have no prefixes"
-    if block == 1:  # of one sequence: its queries stand where others have sequences
-        assert group.bias_GQL is not None and group.num_sequences == 1
-        k, v = (part.expand(num_queries, -1, -1, -1) for part in (k_GLKD, v_GLKW))
-        bias_Q1L = group.bias_GQL.transpose(0, 1)
-        out_QGHW, _ = sdpa(q_GQHD.transpose(0, 1), k, v, bias_Q1L, scale)
-        return out_QGHW.transpose(0, 1), None
+        call = flash if has_lse else plain
+        return sdpa(q_GQHD, k_GLKD, v_GLKW, bias, scale, is_causal=is_causal, call=call)
     parts = []
     for start in range(0, num_queries, block):
         seen = group.num_keys - num_queries + start + block
@@ -156,9 +164,16 @@ class LatentProducts:
 class Attention:
     """gqa and mla of one back end; gathered keys share one scratch."""
 
-    def __init__(self, scratch: Scratch, products: LatentProducts | None = None) -> None:
+    def __init__(
+        self,
+        scratch: Scratch,
+        products: LatentProducts | None = None,
+        attend_prefix: Callable[..., Attended] | None = None,
+    ) -> None:
+        """`attend_prefix` (q_GQHD, k_GLKD, v_GLKW, scale) is given where rows must not mix."""
         self._scratch = scratch
         self._products = products or LatentProducts()
+        self._attend_prefix = attend_prefix or partial(sdpa, bias_GQL=None, call=flash)
 
     def gqa(
         self,
@@ -170,18 +185,15 @@ class Attention:
     ) -> torch.Tensor:
         """Grouped-query attention."""
         head_dim, dtype = q_THD.shape[-1], q_THD.dtype
-        q_NHD, results = _ordered(q_THD, groups), _Results(groups)
+        q_NHD = _ordered(q_THD, groups)
 
-        def attend(group: Group) -> Attended:
+        def keys(group: Group) -> tuple[torch.Tensor, torch.Tensor]:
             k_GLW = self._keys("keys", key_PBW, group, dtype)
             v_GLW = self._keys("values", value_PBW, group, dtype)
             k_GLKD, v_GLKD = (part.view(*part.shape[:2], -1, head_dim) for part in (k_GLW, v_GLW))
-            q_GQHD = _grid(q_NHD, group)
-            return _attend(q_GQHD, k_GLKD, v_GLKD, group, scale, has_lse=results.has_lse)
+            return k_GLKD, v_GLKD
 
-        for group in groups.members:
-            results.add(attend(group), group, head_dim)
-        out_NX = results.merged([(group, attend(group)) for group in groups.prefixes]).flatten(1)
+        out_NX = self._attend(q_NHD, groups, keys, head_dim, scale).flatten(1)
         if groups.rows_N is None:
             return out_NX
         return torch.empty_like(out_NX).index_copy_(0, groups.rows_N, out_NX)
@@ -207,6 +219,27 @@ class Attention:
                 out_TX.index_copy_(0, groups.rows_N, out_NX)
         assert out_TX is not None, "a step without sequences"
         return out_TX
+
+    def _attend(
+        self,
+        q_NHD: torch.Tensor,
+        groups: Groups,
+        keys: Callable[[Group], tuple[torch.Tensor, torch.Tensor]],
+        width: int,
+        scale: float,
+    ) -> torch.Tensor:
+        """All groups → [N, H, W]; `keys` gives keys and values, `width` of which count."""
+        results = _Results(groups)
+        for group in groups.members:
+            attended = _attend(
+                _grid(q_NHD, group), *keys(group), group, scale, has_lse=results.has_lse
+            )
+            results.add(attended, group, width)
+        prefixes = [
+            (group, self._attend_prefix(_grid(q_NHD, group), *keys(group), scale=scale))
+            for group in groups.prefixes
+        ]
+        return results.merged(prefixes)
 
     def _keys(
         self, use: str, cache_PBW: torch.Tensor, group: Group, dtype: torch.dtype
@@ -237,16 +270,12 @@ class Attention:
         q_HNX = q_NHD[..., : dims.nope].transpose(0, 1).contiguous()
         q_HNC = self._products.to_latent(q_HNX, up_HXC, dims)
         q_NHX = torch.cat((q_HNC.transpose(0, 1), q_NHD[..., dims.nope :]), dim=-1)
-        results = _Results(groups)
 
-        def attend(group: Group) -> Attended:
+        def keys(group: Group) -> tuple[torch.Tensor, torch.Tensor]:
             row_GL1X = self._keys("keys", cache_PBW, group, q_NHD.dtype)[:, :, None]
-            q_GQHX = _grid(q_NHX, group)
-            return _attend(q_GQHX, row_GL1X, row_GL1X, group, dims.scale, has_lse=results.has_lse)
+            return row_GL1X, row_GL1X
 
-        for group in groups.members:
-            results.add(attend(group), group, dims.latent)
-        z_NHC = results.merged([(group, attend(group)) for group in groups.prefixes])
+        z_NHC = self._attend(q_NHX, groups, keys, dims.latent, dims.scale)
         out_HNW = self._products.from_latent(z_NHC.transpose(0, 1).contiguous(), up_HXC, dims)
         return out_HNW.transpose(0, 1).flatten(1)
 
@@ -259,20 +288,14 @@ class Attention:
         dims: MlaDims,
     ) -> torch.Tensor:
         """Keys and values of every head are made from the latent rows, used once and dropped."""
-        results = _Results(groups)
 
-        def attend(group: Group) -> Attended:
+        def keys(group: Group) -> tuple[torch.Tensor, torch.Tensor]:
             row_GLX = self._keys("keys", cache_PBW, group, q_NHD.dtype)
             kv_XX = self._products.expand(row_GLX[..., : dims.latent].flatten(0, 1), kv_b)
             kv_GLHX = kv_XX.view(*row_GLX.shape[:2], dims.heads, dims.nope + dims.value)
             pe_GLHR = row_GLX[:, :, None, dims.latent :].expand(-1, -1, dims.heads, -1)
             k_GLHD = torch.cat((kv_GLHX[..., : dims.nope], pe_GLHR), dim=-1)
             pad = max(0, dims.nope + dims.rope - dims.value)
-            v_GLHD = F.pad(kv_GLHX[..., dims.nope :], (0, pad))
-            q_GQHD = _grid(q_NHD, group)
-            return _attend(q_GQHD, k_GLHD, v_GLHD, group, dims.scale, has_lse=results.has_lse)
+            return k_GLHD, F.pad(kv_GLHX[..., dims.nope :], (0, pad))
 
-        for group in groups.members:
-            results.add(attend(group), group, dims.value)
-        merged_NHW = results.merged([(group, attend(group)) for group in groups.prefixes])
-        return merged_NHW.flatten(1)
+        return self._attend(q_NHD, groups, keys, dims.value, dims.scale).flatten(1)

@@ -20,6 +20,7 @@ from batchmla.kernels.cpu.attention import (
     to_latent,
     write,
 )
+from batchmla.kernels.cpu.exact_splits import SplitAttention
 from batchmla.kernels.cpu.linear import Linears, act_mul, one_linear
 from batchmla.kernels.cpu.moe import choose
 from batchmla.kernels.cpu.norm import norm, rotate_halves
@@ -71,6 +72,7 @@ class ExactProducts:
     def __init__(self, linears: Linears) -> None:
         self._linears = linears
         self._trials = RowTrials()
+        self.splits = SplitAttention(self._trials)
 
     def linear(
         self, x_TI: torch.Tensor, weight: Packed, bias_O: torch.Tensor | None
@@ -197,7 +199,7 @@ def make_exact() -> Ops:
     """The CPU back end with everything replaced that mixes rows."""
     linears = Linears(lays_side_by_side=False)
     products = ExactProducts(linears)
-    attention = Attention(Scratch(), products.latent_products())
+    attention = Attention(Scratch(), products.latent_products(), products.splits.attend)
     return replace(
         make_ops(),
         pack=linears.pack,

@@ -57,7 +57,7 @@ def largest(logits_NV: torch.Tensor) -> torch.Tensor:
     tail = logits_NV.shape[1] - count
     if count == 0 or logits_NV.device.type != "cpu":
         return torch.argmax(logits_NV, dim=1)
-    most_NG = logits_NV[:, :count].unflatten(1, (-1, BLOCK)).amax(2)
+    most_NG = logits_NV[:, :count].reshape(len(logits_NV), -1, BLOCK).amax(2)
     if tail:
         most_NG = torch.cat((most_NG, logits_NV[:, count:].amax(1, keepdim=True)), dim=1)
     block_N = torch.argmax(most_NG, dim=1)

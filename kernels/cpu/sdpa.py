@@ -74,9 +74,10 @@ def sdpa(
         if bias is not None and num_queries > 1:
             bias = bias.repeat_interleave(share, dim=2)
         out, lse = call(q, k, v, attn_mask=bias, is_causal=False, scale=scale)
-        out = out.unflatten(2, (num_queries, share)).transpose(1, 2).flatten(2, 3)
+        shape = (num_seqs, num_kv_heads, num_queries, share)
+        out = out.reshape(*shape, -1).transpose(1, 2).flatten(2, 3)
         if lse is not None:
-            lse = lse.unflatten(2, (num_queries, share)).transpose(1, 2).flatten(2, 3)
+            lse = lse.reshape(shape).transpose(1, 2).flatten(2, 3)
         return out, lse
     if num_kv_heads == num_heads:
         q = q_GQHD.transpose(1, 2)

@@ -42,7 +42,7 @@ def _sequences(
     for group in groups.members:
         order = range(group.first_row, group.first_row + group.num_rows)
         rows = list(order) if groups.rows_N is None else groups.rows_N[order].tolist()
-        grid = range(group.num_rows) if group.grid_N is None else group.grid_N.tolist()
+        grid = list(range(group.num_rows)) if group.grid_N is None else group.grid_N.tolist()
         for index in range(group.num_sequences):
             first = index * group.num_queries
             places = range(first, first + group.num_queries)
@@ -55,8 +55,10 @@ def _sequences(
             seen_QL = seen_QL[[query for _, query in here]]
             row_LW = cache_PBW[group.pages_GP[index]].flatten(0, 1)[: group.num_keys]
             for prefix in groups.prefixes:
-                if group.first_row in range(prefix.first_row, prefix.first_row + prefix.num_rows):
-                    shared_LW = cache_PBW[prefix.pages_GP[0]].flatten(0, 1)[: prefix.num_keys]
+                offset = group.first_row + grid.index(here[0][1] + first) - prefix.first_row
+                if 0 <= offset < prefix.num_rows:
+                    pages_P = prefix.pages_GP[offset if prefix.num_sequences > 1 else 0]
+                    shared_LW = cache_PBW[pages_P].flatten(0, 1)[: prefix.num_keys]
                     row_LW = torch.cat((shared_LW, row_LW))
                     seen_QL = F.pad(seen_QL, (prefix.num_keys, 0), value=True)
             yield [row for row, _ in here], row_LW, seen_QL

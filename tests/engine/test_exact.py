@@ -25,6 +25,7 @@ from batchmla.jobs.prompt import stream_key
 NUM_ROWS = 24
 NEW_TOKENS = 6
 PREFIX_TOKENS = 70
+LONG_PREFIX_TOKENS = 272  # more than a split of exact mode
 WIDEST = ("v3", "qwen3_moe")  # one family of each flavour sees every schedule
 # how the schedule of a run differs from the first one's; "rows": only every so many-th row
 FEW_SCHEDULES: tuple[dict[str, Any], ...] = (
@@ -60,6 +61,9 @@ def make_prompts() -> list[Prompt]:
     lengths = rng.permutation([1, 2, 5, 9, 15, 16, 17, 24, 31, 40, 58, 61, 63, 64, 65, 129])
     texts = [rng.integers(2, 256, length).tolist() for length in lengths]
     texts += [prefix + rng.integers(2, 256, length).tolist() for length in range(1, 9)]
+    long_prefix = rng.integers(2, 256, LONG_PREFIX_TOKENS).tolist()
+    texts[2:9:3] = [long_prefix + ids for ids in texts[2:9:3]]
+    texts[9] = [*long_prefix, *long_prefix, *texts[9]]
     assert len(texts) == NUM_ROWS
     return [make_prompt(i, ids, kinds[i % 3]) for i, ids in enumerate(texts)]
 

@@ -7,7 +7,6 @@ import pytest
 import torch
 from compare import assert_close
 
-from batchmla.attention.exact_groups import QUERY_BLOCK, key_class
 from batchmla.kernels import load
 from batchmla.kernels.cpu.rows import COUNTS, RowCounts, aligned, cancelling, find_counts
 from batchmla.kernels.ops import Packed, PackKind, RopeLayout, RouterDims, Scoring
@@ -150,13 +149,6 @@ def test_aligned_copies_only_what_it_must() -> None:
     padded = aligned(x[:5, 1:], 16)
     assert padded.shape == (16, 31) and torch.equal(padded[:5], x[:5, 1:])
     assert not padded[5:].any()
-
-
-def test_key_classes_grow_by_at_most_half() -> None:
-    classes = sorted({key_class(length) for length in range(1, 5000)})
-    assert classes[:9] == [64, 128, 192, 256, 384, 512, 768, 1024, 1536]
-    assert all(key_class(length) >= length for length in range(1, 5000))
-    assert all(key_class(each) == each and each % QUERY_BLOCK == 0 for each in classes)
 
 
 def test_only_the_cpu_back_end_has_an_exact_form() -> None:
