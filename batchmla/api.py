@@ -17,7 +17,7 @@ from batchmla.errors import JobError
 from batchmla.jobs.columns import own_schema
 from batchmla.jobs.local import LocalText, check_local_engine, local_engine
 from batchmla.jobs.row import Row
-from batchmla.jobs.settings import EngineSettings, JobSpec, ModelSettings
+from batchmla.jobs.settings import ColumnRef, EngineSettings, JobSpec, ModelSettings
 from batchmla.jobs.spec import build_spec
 from batchmla.jobs.wording import nearest
 from batchmla.weights.folder import find_model
@@ -153,7 +153,13 @@ class Engine:
     ) -> JobSpec:
         given = {"prompt": dict(prompt), "sampling": params, "reasoning": reasoning}
         chosen = {name: dict(section) for name, section in given.items() if section is not None}
-        return build_spec({**self._sections, **chosen}, "Engine").spec
+        spec = build_spec({**self._sections, **chosen}, "Engine").spec
+        if spec.sampling.n > 1:
+            raise JobError("sampling.n: give a prompt as often as samples of it are wanted")
+        mapped = [name for name, value in spec.sampling if isinstance(value, ColumnRef)]
+        if mapped:
+            raise JobError(f"sampling.{mapped[0]}: there are no columns here; give a value")
+        return spec
 
     def _run(
         self, spec: JobSpec, column: str, values: Sequence[Any], is_shown: bool

@@ -53,11 +53,20 @@ class Finished(NamedTuple):
     error: str | None = None
 
 
-def own_schema(token_ids: bool) -> pa.Schema:
-    """Our columns in order, unprefixed."""
-    return pa.schema(
-        [(name, kind) for name, kind, optional in _FIELDS if token_ids or not optional]
-    )
+def own_schema(token_ids: bool, has_sample: bool = False) -> pa.Schema:
+    """Our columns in order, unprefixed. `has_sample`: sampling.n is more than 1."""
+    fields = [(name, kind) for name, kind, optional in _FIELDS if token_ids or not optional]
+    if has_sample:
+        fields.insert(1, ("sample", pa.int32()))
+    return pa.schema(fields)
+
+
+def with_sample(table: pa.Table, num_samples: int) -> pa.Table:
+    """A table of finished rows with the column `sample`, which their index tells."""
+    if num_samples == 1:
+        return table
+    sample = table.column("index").to_numpy() % num_samples
+    return table.append_column("sample", pa.array(sample, pa.int32()))
 
 
 def segment_schema(token_ids: bool) -> pa.Schema:
@@ -66,9 +75,11 @@ def segment_schema(token_ids: bool) -> pa.Schema:
     return pa.schema([*place, *own_schema(token_ids)])
 
 
-def output_schema(carried: pa.Schema, prefix: str, token_ids: bool) -> pa.Schema:
+def output_schema(
+    carried: pa.Schema, prefix: str, token_ids: bool, has_sample: bool = False
+) -> pa.Schema:
     """The carried columns as they are, then ours; a name in both is refused."""
-    own = [field.with_name(prefix + field.name) for field in own_schema(token_ids)]
+    own = [field.with_name(prefix + field.name) for field in own_schema(token_ids, has_sample)]
     taken = set(carried.names)
     clashes = [field.name for field in own if field.name in taken]
     if clashes:

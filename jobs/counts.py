@@ -57,6 +57,10 @@ def count_rows(spec: JobSpec, folder: Path, max_model_len: int, notes: list[str]
             f"prompts counted over the first {tally.rows:,} rows in {COUNT_LIMIT_S:.0f} s"
             + (" and scaled up" if num_rows is not None else "; the input's rows are not known yet")
         )
+    if (num_samples := spec.sampling.n) > 1:
+        notes.append(f"every row counts {num_samples} times (sampling.n)")
+        num_rows = None if num_rows is None else num_rows * num_samples
+        factor *= num_samples
     good_rows = round((tally.rows - tally.failing) * factor)
     output_tokens, source = _expected_output(spec, good_rows, round(tally.most_output * factor))
     notes.append(source)

@@ -31,6 +31,7 @@ _FIXED = (
     "output.rows_per_file",
     "output.format",
     "sampling.n",
+    "sampling.n",
 )  # for an output, whatever is wished
 
 HasGrown = Callable[[str, str, str | None], bool]

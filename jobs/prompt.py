@@ -109,7 +109,13 @@ class PromptMaker:
         made: list[Prompt | str] = [""] * len(rows)
         texts: list[MarkedText] = []
         places: list[int] = []
+        firsts: dict[tuple[int, int], int] = {}  # of the samples of a row
+        others: list[tuple[int, int]] = []  # places of a sample and of its row's first
         for place, row in enumerate(rows):
+            first = firsts.setdefault((row.file, row.number), place)
+            if first != place and row.sample:
+                others.append((place, first))
+                continue
             try:
                 text = self.text(row)
                 self._check_bytes(text)
@@ -123,7 +129,16 @@ class PromptMaker:
                 made[place] = self._prompt(rows[place], ids)
             except RowFault as fault:
                 made[place] = fault.sentence
+        for place, first in others:
+            made[place] = self._sample(made[first], rows[place])
         return made
+
+    def _sample(self, made: Prompt | str, row: Row) -> Prompt | str:
+        """The prompt of a row as that of another sample."""
+        if isinstance(made, str):
+            return made
+        key = stream_key(self._sampled(row)[1], row.typed_id, row.sample)
+        return replace(made, index=row.index, sample=row.sample, stream_key=key)
 
     def _encoded(self, texts: list[MarkedText]) -> list[TokenIds | str]:
         try:
@@ -151,9 +166,10 @@ class PromptMaker:
         return Prompt(
             row_id=row.id,
             index=row.index,
+            sample=row.sample,
             params=self._with_budget(params, ids),
             token_ids=ids,
-            stream_key=stream_key(seed, row.typed_id, 0),
+            stream_key=stream_key(seed, row.typed_id, row.sample),
         )
 
     def _sampled(self, row: Row) -> tuple[SamplingParams, int]:

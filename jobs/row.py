@@ -9,6 +9,8 @@ from typing import Any
 class Row:
     """A row of the input. Its identity is (file, number); `index` counts over all files in order.
 
+    With several samples a row comes as often, and `index` counts all of them.
+
     `typed_id` keeps 7 and "7" apart where `id` shows both as text. A row that could not be read has
     `error` set and no values.
     """
@@ -20,3 +22,4 @@ class Row:
     typed_id: str | int
     values: Mapping[str, Any]
     error: str | None = None
+    sample: int = 0

@@ -34,6 +34,7 @@ from batchmla.jobs.part_file import LineForm
 from batchmla.jobs.progress import ProgressKind, Snapshot, Ticker, make_view
 from batchmla.jobs.rowtext import RowText
 from batchmla.jobs.runlog import log_only, run_log
+from batchmla.jobs.samples import SampledTable
 from batchmla.jobs.seams import Seams
 from batchmla.jobs.segments import list_segments
 from batchmla.jobs.signals import Signals, StopRun
@@ -72,7 +73,10 @@ def run_job(
     if limit is not None and limit < 1:
         raise JobError(f"--limit {limit}: give the number of rows, at least 1")
     wishes = Wishes(
-        limit=limit, fresh=fresh, retry_failed=retry_failed, accept_changes=accept_changes
+        limit=None if limit is None else limit * loaded.spec.sampling.n,
+        fresh=fresh,
+        retry_failed=retry_failed,
+        accept_changes=accept_changes,
     )
     if seams is None:
         from batchmla.jobs.local import local_seams  # late: it brings torch
@@ -161,7 +165,9 @@ class _Run:
         text = self.seams.text(self.spec, self.table)
         if scan.num_rows != 0:
             self.seams.check(self.spec)
-        return text, scan.num_rows
+        if (num_samples := self.spec.sampling.n) > 1:
+            self.table = SampledTable(self.table, num_samples)
+        return text, None if scan.num_rows is None else scan.num_rows * num_samples
 
     def _part_format(self) -> PartFormat:
         settings = self.spec.output
@@ -172,6 +178,7 @@ class _Run:
             rows_per_file=settings.rows_per_file,
             compression=settings.compression,
             format=settings.format,
+            num_samples=self.spec.sampling.n,
         )
         assert form.schema.names, "a name clash is found here, before anything is written"
         return form

@@ -32,8 +32,8 @@ def _is_store(value: Any) -> bool:
     return any(_is_url(one) and not one.startswith("hf://") for one in values)
 
 
-def _is_many(value: Any) -> bool:
-    return isinstance(value, Mapping) or (type(value) is int and value > 1)
+def _is_mapped(value: Any) -> bool:
+    return isinstance(value, Mapping)
 
 
 def _equals(*refused: Any) -> Callable[[Any], bool]:
@@ -79,7 +79,7 @@ UNBUILT = (
     Unbuilt("sampling.presence_penalty", _differs(0.0), "leave it at 0"),
     Unbuilt("sampling.logit_bias", _is_filled, "leave it out"),
     Unbuilt("sampling.bad_words", _is_filled, "leave it out"),
-    Unbuilt("sampling.n", _is_many, "leave it at 1"),
+    Unbuilt("sampling.n", _is_mapped, "give one number for all rows"),
     Unbuilt("sampling.stop", _is_filled, "use sampling.stop_token_ids"),
     Unbuilt("sampling.logprobs", _is_given, "leave it out"),
     Unbuilt("sampling.prompt_logprobs", _is_given, "leave it out"),

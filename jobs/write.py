@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from batchmla.errors import JobError, StorageError
-from batchmla.jobs.columns import COUNTS, output_schema, own_schema
+from batchmla.jobs.columns import COUNTS, output_schema, own_schema, with_sample
 from batchmla.jobs.journal import Journal, tally_of
 from batchmla.jobs.ledger import Ledger, Part, Tally
 from batchmla.jobs.part_file import JsonlParts, LineForm, ParquetParts, PartFile, PlainLines
@@ -34,13 +34,19 @@ class PartFormat:
     compression: str
     format: Literal["parquet", "jsonl", "openai_batch"] = "parquet"
     lines: LineForm | None = None
+    num_samples: int = 1
+
+    @property
+    def own(self) -> pa.Schema:
+        """Our columns, unprefixed."""
+        return own_schema(self.token_ids, self.num_samples > 1)
 
     @property
     def schema(self) -> pa.Schema:
         """The columns of the output."""
         if self.format == "openai_batch":
-            return own_schema(self.token_ids)
-        return output_schema(self.carried, self.prefix, self.token_ids)
+            return self.own
+        return output_schema(self.carried, self.prefix, self.token_ids, self.num_samples > 1)
 
     @property
     def ending(self) -> str:
@@ -49,7 +55,7 @@ class PartFormat:
 
     def file(self) -> PartFile:
         """How a part is written and read."""
-        own = own_schema(self.token_ids)
+        own = self.own
         if self.format == "parquet":
             return ParquetParts(self.schema, own, self.prefix, self.compression)
         return JsonlParts(own, self.lines or PlainLines(own, self.prefix))
@@ -192,6 +198,7 @@ class Writer:
                     f"{self.journal.folder}: segments with rows of {start}-{stop - 1} have gone "
                     f"while the job ran; run the same command again: these rows are done anew"
                 )
+            own = with_sample(own, self.form.num_samples)
             yield self.carried.take(start, stop - start), own
 
     def _published_groups(self, part: Part) -> Iterator[tuple[pa.Table, pa.Table]]:
@@ -206,7 +213,7 @@ class Writer:
     def _retried_groups(self, part: Part, retried: pa.Table) -> Iterator[tuple[pa.Table, pa.Table]]:
         """(carried, ours) of a published part with the retried rows in place of the old ones."""
         retried_index = retried.column("index").to_numpy()
-        retried = retried.select(own_schema(self.form.token_ids).names)
+        retried = with_sample(retried, self.form.num_samples).select(self.form.own.names)
         start = part.start
         for carried, old in self._published_groups(part):
             low, high = np.searchsorted(retried_index, [start, start + old.num_rows])

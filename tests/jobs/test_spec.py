@@ -238,7 +238,7 @@ def test_all_faults_come_at_once_in_the_order_of_the_file(tmp_path: Path) -> Non
         "prompt.too_long=truncate_middle", "sampling.n={column: t}",
         "sampling.frequency_penalty={column: t}", "sampling.stop={column: t}",
         "sampling.frequency_penalty=0.5", "sampling.presence_penalty=-1",
-        "sampling.logit_bias={5: 1.0}", "sampling.bad_words=[no]", "sampling.n=2",
+        "sampling.logit_bias={5: 1.0}", "sampling.bad_words=[no]", 
         "sampling.stop=[END]", "sampling.logprobs=5", "sampling.logprobs=0",
         "sampling.prompt_logprobs=1", "sampling.structured={choice: [a]}",
         "reasoning.loop_guard=8", "reasoning.stop_in_reasoning=true",
