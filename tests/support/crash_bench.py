@@ -67,6 +67,15 @@ class Bench:
         seams = scripted_seams(engine, text=text, store=store, pace=Pace(rows=6))
         return run_scripted(spec, seams, **wishes)
 
+    @staticmethod
+    def pace(num_rows: int) -> Pace:
+        """Segments of so many rows."""
+        return Pace(rows=num_rows)
+
+    def remove(self, name: str) -> None:
+        """Takes an output folder away."""
+        shutil.rmtree(self.folder / name)
+
     def start(self, scenario: Scenario, name: str) -> Path:
         """A new output folder in the state before the disturbed run."""
         output = self.folder / name

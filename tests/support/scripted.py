@@ -71,6 +71,7 @@ class ScriptedEngine:
         self.num_generated = 0
         self.num_prompt_tokens = 0
         self.seen: list[int] = []  # indices as admitted
+        self.finished: list[int] = []  # and as completed
         self.expected: list[int | None] = []
         self.is_closed = False
 
@@ -97,6 +98,8 @@ class ScriptedEngine:
         if self._fail_after is not None and self.num_done >= self._fail_after:
             raise self._error
         self.num_done += 1
+        if self._remembers:
+            self.finished.append(prompt.index)
         if self._on_completion is not None:
             self._on_completion(self.num_done)
         is_poison = POISON_ID in prompt.token_ids
@@ -148,10 +151,15 @@ class ScriptedText:
         text = str(row.values["text"])
         if text == "bad":
             return "column text is bad"
-        ids = np.frombuffer(text.encode(), np.uint8).astype(np.int32)
+        ids = self.ids(text)
         if text == self._poison:
             ids = np.array([POISON_ID], np.int32)
         return Prompt(row_id=row.id, index=row.index, params=PARAMS, token_ids=ids)
+
+    @staticmethod
+    def ids(text: str) -> np.ndarray:
+        """One for each byte."""
+        return np.frombuffer(text.encode(), np.uint8).astype(np.int32)
 
     def answer(self, prompt: Prompt, completion: Completion) -> Answer:
         ids = completion.token_ids

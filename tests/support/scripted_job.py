@@ -17,7 +17,7 @@ class Job:
         self.sections: dict[str, Any] = {}
 
     def run(self, engine: ScriptedEngine | None = None, **wishes: Any) -> Any:
-        names = ("text", "knows_rows", "faulty", "store")
+        names = ("text", "knows_rows", "faulty", "store", "pace")
         seam_wishes = {name: wishes.pop(name) for name in names if name in wishes}
         loaded = scripted_spec(self.source, self.output, **self.sections)
         return run_scripted(loaded, scripted_seams(engine, **seam_wishes), **wishes)
