@@ -18,6 +18,7 @@ from batchmla.jobs.row import Row
 from batchmla.jobs.sampling import Sampling
 from batchmla.jobs.sampling_values import BadValue
 from batchmla.jobs.settings import JobSpec, ReasoningSettings
+from batchmla.jobs.truncate import Side, room_of, shortened
 from batchmla.text.chat import ChatTemplate
 from batchmla.text.marked import MarkedText
 from batchmla.text.reasoning import Reasoner
@@ -59,6 +60,8 @@ class PromptMaker:
         self._sampling = sampling
         self._reasoner = reasoner
         self._limit_tokens = limit_tokens
+        too_long = spec.prompt.too_long
+        self._side: Side | None = None if too_long == "error" else too_long
         self._raw: RawPrompt | None = None
         self._talk: UserPrompt | MessagesPrompt | BatchPrompt | None = None
         self._batch: BatchPrompt | None = None
@@ -117,16 +120,15 @@ class PromptMaker:
                 others.append((place, first))
                 continue
             try:
-                text = self.text(row)
-                self._check_bytes(text)
+                text = self._checked_text(row)
             except RowFault as fault:
                 made[place] = fault.sentence
                 continue
             texts.append(text)
             places.append(place)
-        for place, ids in zip(places, self._encoded(texts), strict=True):
+        for place, text, ids in zip(places, texts, self._encoded(texts), strict=True):
             try:
-                made[place] = self._prompt(rows[place], ids)
+                made[place] = self._prompt(rows[place], text, ids)
             except RowFault as fault:
                 made[place] = fault.sentence
         for place, first in others:
@@ -152,16 +154,16 @@ class PromptMaker:
         except ValueError as fault:
             return str(fault)
 
-    def _prompt(self, row: Row, ids: TokenIds | str) -> Prompt:
+    def _prompt(self, row: Row, text: MarkedText, ids: TokenIds | str) -> Prompt:
         if isinstance(ids, str):
             raise RowFault(f"the prompt cannot be tokenised: {ids}")
-        is_raw = self._raw or (self._batch is not None and self._batch.is_raw(row.values))
-        if is_raw and self._tokenizer.adds_bos:
-            ids = self._with_bos(ids)
+        ids = self._started(row, ids)
         if len(ids) == 0:
             raise RowFault("the prompt is empty: it has no tokens")
         if self._limit_tokens is not None and len(ids) >= self._limit_tokens:
-            raise RowFault(self._too_long(f"{len(ids)}"))
+            if self._side is None:
+                raise RowFault(self._too_long(f"{len(ids)}"))
+            ids = self._started(row, self._tokenizer.encode(self._shortened(row, text)))
         params, seed = self._sampled(row)
         return Prompt(
             row_id=row.id,
@@ -182,6 +184,22 @@ class PromptMaker:
         except BadValue as fault:
             raise RowFault(str(fault)) from None
 
+    def _started(self, row: Row, ids: TokenIds) -> TokenIds:
+        """With the BOS that the tokenizer adds to a raw prompt."""
+        is_raw = self._raw or (self._batch is not None and self._batch.is_raw(row.values))
+        return self._with_bos(ids) if is_raw and self._tokenizer.adds_bos else ids
+
+    def _shortened(self, row: Row, text: MarkedText) -> MarkedText:
+        """The text cut as prompt.too_long says."""
+        assert self._side is not None and self._limit_tokens is not None
+        room = room_of(self._limit_tokens, self._sampled(row)[0].max_tokens)
+        made = shortened(
+            text, self._side, room, lambda one: len(self._started(row, self._tokenizer.encode(one)))
+        )
+        if made is None:
+            raise RowFault(f"{self._too_long('more')}, even without its longest text from the row")
+        return made
+
     def _with_bos(self, ids: TokenIds) -> TokenIds:
         bos = self._tokenizer.encode(self._tokenizer.special_tokens["bos_token"])
         if ids[:1].tolist() == bos.tolist():
@@ -190,13 +208,17 @@ class PromptMaker:
         joined.flags.writeable = False
         return joined
 
-    def _check_bytes(self, text: MarkedText) -> None:
-        """Refuses what is certain to be too long before the time is spent to tokenise it."""
+    def _checked_text(self, row: Row) -> MarkedText:
+        """The row's text; what is certain to be too long is not tokenised as a whole."""
+        text = self.text(row)
         limit = self._limit_tokens
         if limit is not None and len(text.text) > max(16 * limit, QUICK_CHARACTERS):
             least = self._tokenizer.least_tokens(text.text)
-            if least >= limit:
+            if least >= limit and self._side is None:
                 raise RowFault(self._too_long(f"at least {least}"))
+            if least >= limit:
+                return self._shortened(row, text)
+        return text
 
     def _too_long(self, measured: str) -> TooLong:
         limit = self._limit_tokens or 0

@@ -70,11 +70,6 @@ UNBUILT = (
     Unbuilt("model.speculative", _equals("mtp"), "leave it at off"),
     Unbuilt("input.path", _is_store, "give files on a local disk, or a data set as hf://"),
     Unbuilt("prompt.tools", _is_given, "leave it out"),
-    Unbuilt(
-        "prompt.too_long",
-        _equals("truncate_left", "truncate_right", "truncate_middle"),
-        "leave it at error: only the rows that are too long fail",
-    ),
     Unbuilt("sampling.frequency_penalty", _differs(0.0), "leave it at 0"),
     Unbuilt("sampling.presence_penalty", _differs(0.0), "leave it at 0"),
     Unbuilt("sampling.logit_bias", _is_filled, "leave it out"),
