@@ -56,7 +56,8 @@ class Group:
 
     `query_block` (exact mode) says how many queries a call may hold: they go in blocks of so many,
     each with keys up to its own last query; the group is causal and `bias_GQL` holds the last
-    block only, [1, block, L].
+    block only, [1, block, L]. The first `num_shared` keys of such a group are the same rows for all
+    of its sequences, and for groups next to it with the same pages: to be expanded once.
     """
 
     num_sequences: int
@@ -69,6 +70,7 @@ class Group:
     is_causal: bool = False
     first_page: int | None = None
     query_block: int | None = None
+    num_shared: int = 0
 
     @property
     def num_rows(self) -> int:

@@ -16,6 +16,7 @@ import torch
 
 from batchmla.attention.exact_splits import Positions, split_groups
 from batchmla.attention.groups import bias_of, page_table
+from batchmla.attention.prefixes import shared_prefixes
 from batchmla.kernels.ops import Group, Groups
 from batchmla.kv.step import HostInts, Step
 
@@ -96,12 +97,17 @@ def _covering(step: Step, groups: Groups, rows: Sequence[HostInts]) -> Groups:
 def _block_groups(
     step: Step, runs: Sequence[_Run], dtype: torch.dtype
 ) -> Iterator[tuple[Group, HostInts]]:
-    """Runs that touch the same blocks go together."""
-    by_blocks: dict[tuple[int, int], list[_Run]] = defaultdict(list)
-    for run in runs:
+    """Runs that touch the same blocks go together, those that share keys next to each other."""
+    shared_S = np.zeros(step.num_sequences, np.int64)
+    cluster_S = np.zeros(step.num_sequences, np.int64)
+    clusters = shared_prefixes(step, np.array([run.sequence for run in runs], np.int64))
+    for index, cluster in enumerate(clusters):
+        shared_S[cluster.sequences], cluster_S[cluster.sequences] = cluster.num_shared, index
+    by_blocks: dict[tuple[int, int, int], list[_Run]] = defaultdict(list)
+    for run in sorted(runs, key=lambda run: int(cluster_S[run.sequence])):
         first, last = run.positions[0] // QUERY_BLOCK, run.positions[-1] // QUERY_BLOCK
-        by_blocks[first, last].append(run)
-    for (first, last), alike in by_blocks.items():
+        by_blocks[int(cluster_S[run.sequence]), first, last].append(run)
+    for (_, first, last), alike in by_blocks.items():
         num_keys, num_queries = (last + 1) * QUERY_BLOCK, (last + 1 - first) * QUERY_BLOCK
         at_once = max(1, MAX_GROUP_KEYS // num_keys)
         for start in range(0, len(alike), at_once):
@@ -126,6 +132,7 @@ def _block_groups(
                 is_causal=True,
                 first_page=first_page,
                 query_block=QUERY_BLOCK,
+                num_shared=int(shared_S[sequences[0]]),
             )
             yield group, np.concatenate(rows)
 

@@ -142,6 +142,31 @@ def _attend(
     return (parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)), None
 
 
+class _SharedKeys:
+    """Expanded keys of the pages that a group shares with those before it."""
+
+    def __init__(self, page_tokens: int) -> None:
+        self._page_tokens = page_tokens
+        self._pages_P = torch.zeros(0, dtype=torch.int64)
+        self._kv_1LHX = torch.zeros(0)
+
+    def expanded(
+        self,
+        group: Group,
+        row_GLX: torch.Tensor,
+        expand: Callable[[torch.Tensor], torch.Tensor],
+    ) -> torch.Tensor:
+        """`expand` of the rows; of rows that are shared, once."""
+        count = group.num_shared
+        if count == 0:
+            return expand(row_GLX)
+        pages_P = group.pages_GP[0, : count // self._page_tokens]
+        if not torch.equal(pages_P, self._pages_P):
+            self._pages_P, self._kv_1LHX = pages_P, expand(row_GLX[:1, :count])
+        shared_GLHX = self._kv_1LHX.expand(len(row_GLX), -1, -1, -1)
+        return torch.cat((shared_GLHX, expand(row_GLX[:, count:])), dim=1)
+
+
 def to_latent(q_HNX: torch.Tensor, up_HXC: torch.Tensor, dims: MlaDims) -> torch.Tensor:
     """UKᵀ q_nope of every head."""
     return torch.bmm(q_HNX, up_HXC[:, : dims.nope])
@@ -289,10 +314,15 @@ class Attention:
     ) -> torch.Tensor:
         """Keys and values of every head are made from the latent rows, used once and dropped."""
 
+        shared = _SharedKeys(cache_PBW.shape[1])
+
+        def expand(row_GLX: torch.Tensor) -> torch.Tensor:
+            kv_XX = self._products.expand(row_GLX[..., : dims.latent].flatten(0, 1), kv_b)
+            return kv_XX.view(*row_GLX.shape[:2], dims.heads, dims.nope + dims.value)
+
         def keys(group: Group) -> tuple[torch.Tensor, torch.Tensor]:
             row_GLX = self._keys("keys", cache_PBW, group, q_NHD.dtype)
-            kv_XX = self._products.expand(row_GLX[..., : dims.latent].flatten(0, 1), kv_b)
-            kv_GLHX = kv_XX.view(*row_GLX.shape[:2], dims.heads, dims.nope + dims.value)
+            kv_GLHX = shared.expanded(group, row_GLX, expand)
             pe_GLHR = row_GLX[:, :, None, dims.latent :].expand(-1, -1, dims.heads, -1)
             k_GLHD = torch.cat((kv_GLHX[..., : dims.nope], pe_GLHR), dim=-1)
             pad = max(0, dims.nope + dims.rope - dims.value)

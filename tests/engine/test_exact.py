@@ -62,7 +62,7 @@ def make_prompts() -> list[Prompt]:
     texts = [rng.integers(2, 256, length).tolist() for length in lengths]
     texts += [prefix + rng.integers(2, 256, length).tolist() for length in range(1, 9)]
     long_prefix = rng.integers(2, 256, LONG_PREFIX_TOKENS).tolist()
-    texts[2:9:3] = [long_prefix + ids for ids in texts[2:9:3]]
+    texts[:14:2] = [long_prefix + ids for ids in texts[:14:2]]
     texts[9] = [*long_prefix, *long_prefix, *texts[9]]
     assert len(texts) == NUM_ROWS
     return [make_prompt(i, ids, kinds[i % 3]) for i, ids in enumerate(texts)]
