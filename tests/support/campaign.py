@@ -16,12 +16,12 @@ import signal
 import tempfile
 import time
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from crash_bench import FAULTS, SCENARIOS, Bench, Scenario, disturb, expected, parts
+from crash_bench import FAULTS, SCENARIOS, Bench, Scenario, disturb, expected, keys, parts
 from job_server import Jobs
 from scripted import sample_texts, write_rows
 
@@ -43,12 +43,12 @@ class Outcome:
     struck: Counter[str] = field(default_factory=Counter)
     effects: Counter[str] = field(default_factory=Counter)
 
-    def judge(self, output: Path, good: pa.Table, name: str = "doc") -> None:
+    def judge(self, output: Path, good: pa.Table) -> None:
         """Compares a finished output, row by row, with that of a run that nothing disturbed."""
         self.outputs += 1
         found = pa.concat_tables(parts(output).values())
-        counts = Counter(found.column(name).to_pylist())
-        self.lost += len(set(good.column(name).to_pylist()) - set(counts))
+        counts = Counter(keys(found))
+        self.lost += len(set(keys(good)) - set(counts))
         self.doubled += sum(count - 1 for count in counts.values())
         if not found.equals(good):
             pairs = zip(found.to_pylist(), good.to_pylist(), strict=False)
@@ -67,7 +67,7 @@ def kill_inside(folder: Path, num_kills: int, seed: int, outcome: Outcome) -> No
     wanted = outcome.kills + num_kills
     while outcome.kills < wanted:
         name = dice.choice(list(SCENARIOS))
-        output = bench.start(SCENARIOS[name], f"{name}-{outcome.outputs}")
+        output = bench.start(SCENARIOS[name], f"{name}-{outcome.outputs}".replace(" ", "-"))
         for _ in range(dice.randint(2, 14)):
             fault = dice.choice(list(FAULTS))
             at = dice.randint(1, dice.choice((16, 32, MOST_EFFECTS)))  # early ones make many runs
@@ -83,7 +83,9 @@ def kill_inside(folder: Path, num_kills: int, seed: int, outcome: Outcome) -> No
             outcome.struck[fault] += 1
             outcome.effects[(store.struck or "").partition(" ")[0]] += 1
         scenario = wishes_after(SCENARIOS[name], output)
-        summary = bench.run(output, heals=scenario.heals, **scenario.wishes)
+        summary = bench.run(
+            output, heals=scenario.heals, sections=scenario.sections, **scenario.wishes
+        )
         outcome.duplicates += summary.duplicates
         assert summary.exit_code == 0, summary
         outcome.judge(output, good[name])
@@ -95,7 +97,7 @@ def wishes_after(scenario: Scenario, output: Path) -> Scenario:
     """What is wished of the next run: a rerun of --fresh goes on, as a user would."""
     is_begun = (output / "_batchmla" / "manifest.json").exists()
     if scenario.wishes.get("fresh") and (not is_begun or not (output / "_SUCCESS").exists()):
-        return Scenario(None, {}, heals=scenario.heals)
+        return replace(scenario, wishes={})
     return scenario
 
 

@@ -1,5 +1,6 @@
 """Runs of one small job to be disturbed, and what their outputs have to be in the end."""
 
+import json
 import random
 import shutil
 from collections.abc import Callable
@@ -27,6 +28,7 @@ from batchmla.jobs.store import Store
 NUM_ROWS = 20
 ROWS_PER_FILE = 8
 BAD, POISON = 3, 14
+JSONL: dict[str, Any] = {"output": {"format": "jsonl"}}
 Opener = Callable[[Path], Store]
 
 
@@ -37,6 +39,13 @@ class Scenario:
     before: dict[str, Any] | None  # wishes of the earlier run, if any
     wishes: dict[str, Any] = field(default_factory=dict)
     heals: bool = False  # the poisoned row does well in the disturbed run
+    sections: dict[str, Any] = field(default_factory=dict)  # of the job file
+    num_samples: int = 1
+
+    @property
+    def num_rows(self) -> int:
+        """Of the output."""
+        return NUM_ROWS * self.num_samples
 
 
 SCENARIOS = {
@@ -44,6 +53,9 @@ SCENARIOS = {
     "growing": Scenario({"limit": 11}),
     "retry": Scenario({}, {"retry_failed": True}, heals=True),
     "fresh": Scenario({}, {"fresh": True}),
+    "lines": Scenario({"limit": 11}, sections=JSONL),
+    "lines retried": Scenario({}, {"retry_failed": True}, heals=True, sections=JSONL),
+    "samples": Scenario({"limit": 5}, sections={"sampling": {"n": 2}}, num_samples=2),
 }
 
 
@@ -57,11 +69,18 @@ class Bench:
         self.folder = folder
 
     def run(
-        self, output: Path, store: Opener = QuickStore, *, heals: bool = False, **wishes: Any
+        self,
+        output: Path,
+        store: Opener = QuickStore,
+        *,
+        heals: bool = False,
+        sections: dict[str, Any] | None = None,
+        **wishes: Any,
     ) -> Any:
-        spec = scripted_spec(
-            self.source, output, output={"rows_per_file": ROWS_PER_FILE}, errors={"max": 2}
-        )
+        """Runs the job into `output`, or goes on with it."""
+        made: dict[str, Any] = {"errors": {"max": 4}, **(sections or {})}
+        made["output"] = {"rows_per_file": ROWS_PER_FILE, **made.get("output", {})}
+        spec = scripted_spec(self.source, output, **made)
         text = ScriptedText(poison="no more" if heals else "poison")
         engine = ScriptedEngine(max_running=6)
         seams = scripted_seams(engine, text=text, store=store, pace=Pace(rows=6))
@@ -80,9 +99,9 @@ class Bench:
         """A new output folder in the state before the disturbed run."""
         output = self.folder / name
         if scenario.before is not None:
-            made = self.folder / "-".join(["before", *map(str, scenario.before)])
+            made = self.folder / f"before {scenario.before} {scenario.sections}".replace("'", "")
             if not made.exists():
-                self.run(made, **scenario.before)
+                self.run(made, sections=scenario.sections, **scenario.before)
             shutil.copytree(made, output)
         return output
 
@@ -98,21 +117,37 @@ FAULTS: dict[str, Callable[[Path, int], FaultStore]] = {
 
 def parts(output: Path) -> dict[str, pa.Table]:
     """Each part by its name, read whole: a reader of the folder may come at any time."""
-    return {path.name: pq.read_table(path) for path in sorted(output.glob("part-*"))}
+    found = {}
+    for path in sorted(output.glob("part-*")):
+        if path.suffix == ".parquet":
+            found[path.name] = pq.read_table(path)
+        else:
+            lines = path.read_text().splitlines()
+            found[path.name] = pa.Table.from_pylist([json.loads(line) for line in lines])
+    return found
+
+
+def keys(table: pa.Table) -> list[tuple[str, int | None]]:
+    """What each row of an output is known by."""
+    return [(row["doc"], row.get("sample")) for row in table.to_pylist()]
 
 
 def expected(bench: Bench, scenario: Scenario) -> dict[str, pa.Table]:
     """The parts of a run that nothing disturbs."""
     output = bench.start(scenario, "undisturbed")
-    summary = bench.run(output, heals=scenario.heals, **scenario.wishes)
-    assert summary.exit_code == 0 and summary.failed == 2 - scenario.heals
+    summary = bench.run(output, heals=scenario.heals, sections=scenario.sections, **scenario.wishes)
+    samples = [None] if scenario.num_samples == 1 else range(scenario.num_samples)
+    failed = {BAD} if scenario.heals else {BAD, POISON}
+    assert (summary.exit_code, summary.failed) == (0, len(failed) * len(samples))
     found = parts(output)
     shutil.rmtree(output)
-    assert [table.num_rows for table in found.values()] == [8, 8, 4]
+    counts = [table.num_rows for table in found.values()]
+    assert set(counts[:-1]) == {ROWS_PER_FILE} and sum(counts) == scenario.num_rows
     rows = [row for table in found.values() for row in table.to_pylist()]
-    assert [row["doc"] for row in rows] == [f"d{i}" for i in range(NUM_ROWS)]
-    failed = [BAD] if scenario.heals else [BAD, POISON]
-    assert [i for i, row in enumerate(rows) if row["error"]] == failed
+    assert [key for table in found.values() for key in keys(table)] == [
+        (f"d{i}", sample) for i in range(NUM_ROWS) for sample in samples
+    ]
+    assert {int(row["doc"][1:]) for row in rows if row["error"]} == failed
     return found
 
 
@@ -126,7 +161,7 @@ def disturb(
         made.append(store(root))
         return made[0]
 
-    wishes = {**scenario.wishes, "heals": scenario.heals}
+    wishes = {**scenario.wishes, "heals": scenario.heals, "sections": scenario.sections}
     try:
         bench.run(output, opened, **wishes)
     except SystemExit:
