@@ -43,6 +43,14 @@ class RopeLayout(StrEnum):
     HALVES = "halves"  # (i, i + R/2)
 
 
+@dataclass(frozen=True, slots=True)
+class PageRun:
+    """Each sequence has consecutive pages, and sequence g begins at page `first + g * stride`."""
+
+    first: int
+    stride: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
     """Sequences that are attended in one call, padded to Q queries and L keys each.
@@ -51,8 +59,8 @@ class Group:
     `grid_N` is where they stand in the padded [G*Q] grid, None when the grid has no padding.
     `pages_GP` holds the pages of the keys, padded with page 0; of their P*B rows the first L count.
     `bias_GQL` is added to the scores: 0 where a query sees a key, -inf elsewhere; None when every
-    query sees every key, or when `is_causal`: query i sees keys 0..L-Q+i. `first_page` is set
-    when G = 1 and the pages are consecutive ids.
+    query sees every key, or when `is_causal`: query i sees keys 0..L-Q+i. `page_run` is set when
+    the pages form one.
 
     `query_block` (exact mode) says how many queries a call may hold: they go in blocks of so many,
     each with keys up to its own last query; the group is causal and `bias_GQL` holds the last
@@ -68,7 +76,7 @@ class Group:
     grid_N: torch.Tensor | None = None
     bias_GQL: torch.Tensor | None = None
     is_causal: bool = False
-    first_page: int | None = None
+    page_run: PageRun | None = None
     query_block: int | None = None
     num_shared: int = 0
 

@@ -119,7 +119,7 @@ def _block_groups(
                 for index, run in enumerate(some)
             ]
             rows = [run.first_row + np.arange(len(run.positions)) for run in some]
-            pages_GP, first_page = page_table(step, sequences, num_keys)
+            pages_GP, page_run = page_table(step, sequences, num_keys)
             grid_N = torch.from_numpy(np.concatenate(places)).to(step.tokens_T.device)
             group = Group(
                 num_sequences=len(some),
@@ -130,7 +130,7 @@ def _block_groups(
                 grid_N=None if len(grid_N) == len(some) * num_queries else grid_N,
                 bias_GQL=_block_bias(num_keys, dtype, step.tokens_T.device),
                 is_causal=True,
-                first_page=first_page,
+                page_run=page_run,
                 query_block=QUERY_BLOCK,
                 num_shared=int(shared_S[sequences[0]]),
             )

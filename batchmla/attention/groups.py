@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from batchmla.attention.prefixes import shared_prefixes
-from batchmla.kernels.ops import Group, Groups
+from batchmla.kernels.ops import Group, Groups, PageRun
 from batchmla.kv.step import HostInts, Step
 
 MAX_DECODE_GROUPS = 4
@@ -66,14 +66,14 @@ def _cluster_groups(
 
 def _prefix_group(step: Step, sequence: HostInts, num_shared: int, rows: range) -> Group:
     """The shared keys, as those of one sequence with a query for each row."""
-    pages_GP, first_page = page_table(step, sequence, num_shared)
+    pages_GP, page_run = page_table(step, sequence, num_shared)
     return Group(
         num_sequences=1,
         num_queries=len(rows),
         num_keys=num_shared,
         first_row=rows.start,
         pages_GP=pages_GP,
-        first_page=first_page,
+        page_run=page_run,
     )
 
 
@@ -119,7 +119,7 @@ def _decode_group(step: Step, sequences: HostInts, num_shared: int, dtype: torch
     if lengths.min() < num_keys:
         seen_GL = np.arange(num_keys) < lengths[:, None]
         bias = bias_of(torch.from_numpy(seen_GL).to(step.tokens_T.device)[:, None], dtype)
-    pages_GP, first_page = page_table(step, sequences, num_keys, num_shared)
+    pages_GP, page_run = page_table(step, sequences, num_keys, num_shared)
     return Group(
         num_sequences=len(sequences),
         num_queries=1,
@@ -127,7 +127,7 @@ def _decode_group(step: Step, sequences: HostInts, num_shared: int, dtype: torch
         first_row=0,
         pages_GP=pages_GP,
         bias_GQL=bias,
-        first_page=first_page,
+        page_run=page_run,
     )
 
 
@@ -153,7 +153,7 @@ def _chunk_group(
         visible_Q = torch.arange(num_keys - num_queries + 1, num_keys + 1, device=device)
         seen_QL = torch.arange(num_keys, device=device) < visible_Q[:, None]
         bias = bias_of(seen_QL[None], dtype).expand(len(sequences), -1, -1)
-    pages_GP, first_page = page_table(step, sequences, num_keys, num_shared)
+    pages_GP, page_run = page_table(step, sequences, num_keys, num_shared)
     return Group(
         num_sequences=len(sequences),
         num_queries=num_queries,
@@ -162,7 +162,7 @@ def _chunk_group(
         pages_GP=pages_GP,
         bias_GQL=bias,
         is_causal=bias is None,
-        first_page=first_page,
+        page_run=page_run,
     )
 
 
@@ -174,9 +174,9 @@ def bias_of(seen_GQL: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 def page_table(
     step: Step, sequences: HostInts, num_keys: int, first_key: int = 0
-) -> tuple[torch.Tensor, int | None]:
+) -> tuple[torch.Tensor, PageRun | None]:
     """[G, P] page ids of the keys from `first_key`, the start of a page, on; page 0 beyond the
-    table; and the first when one sequence has consecutive ones."""
+    table; and the run they form, if they do."""
     device = step.tokens_T.device
     num_pages, start = -(-num_keys // step.page_tokens), first_key // step.page_tokens
     pages_GP = step.pages_SP[:, start : start + num_pages]
@@ -184,8 +184,13 @@ def page_table(
         pages_GP = pages_GP[torch.from_numpy(sequences).to(device)]
     if pages_GP.shape[1] < num_pages:
         pages_GP = F.pad(pages_GP, (0, num_pages - pages_GP.shape[1]))
-    if len(sequences) > 1 or device.type != "cpu":
-        return pages_GP, None
-    ids = pages_GP[0].numpy()
-    is_consecutive = num_pages == 1 or bool((np.diff(ids) == 1).all())
-    return pages_GP, int(ids[0]) if is_consecutive else None
+    return pages_GP, _even_run(pages_GP) if device.type == "cpu" else None
+
+
+def _even_run(pages_GP: torch.Tensor) -> PageRun | None:
+    """Where the pages lie if they need no gathering."""
+    ids_GP = pages_GP.numpy()
+    firsts_G = ids_GP[:, 0]
+    stride = int(firsts_G[1] - firsts_G[0]) if len(firsts_G) > 1 else 0
+    is_even = (np.diff(firsts_G) == stride).all() and (np.diff(ids_GP, axis=1) == 1).all()
+    return PageRun(int(firsts_G[0]), stride) if is_even and stride >= 0 else None

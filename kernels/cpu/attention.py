@@ -269,17 +269,22 @@ class Attention:
     def _keys(
         self, use: str, cache_PBW: torch.Tensor, group: Group, dtype: torch.dtype
     ) -> torch.Tensor:
-        """The group's cached rows [G, L, W]; consecutive pages are not copied."""
+        """The group's cached rows [G, L, W]; pages that form a run are not copied."""
         page_tokens, width = cache_PBW.shape[1:]
-        num_pages = group.pages_GP.shape[1]
-        if group.first_page is not None:
-            pages = cache_PBW[group.first_page : group.first_page + num_pages]
+        num_pages, run = group.pages_GP.shape[1], group.page_run
+        if run is not None:
+            page_values = page_tokens * width
+            rows_GLW = cache_PBW.as_strided(
+                (group.num_sequences, num_pages * page_tokens, width),
+                (run.stride * page_values, width, 1),
+                cache_PBW.storage_offset() + run.first * page_values,
+            )
         else:
             shape = (group.num_sequences * num_pages, page_tokens, width)
             pages = self._scratch.take(use, shape, cache_PBW)
             torch.index_select(cache_PBW, 0, group.pages_GP.flatten(), out=pages)
-        rows_GLW = pages.view(group.num_sequences, -1, width)[:, : group.num_keys]
-        return rows_GLW.to(dtype)
+            rows_GLW = pages.view(group.num_sequences, -1, width)
+        return rows_GLW[:, : group.num_keys].to(dtype)
 
     def _absorbed(
         self,

@@ -130,7 +130,7 @@ def test_gqa(backend: str, dtype: torch.dtype, batch: str, heads: int, kv_heads:
 def test_mla(backend: str, dtype: torch.dtype, batch: str, form: str) -> None:
     value = {"absorbed": 16, "expanded": 40, "both": 24}[form]  # narrower, wider, as wide as keys
     dims = MlaDims(heads=3, nope=16, rope=8, value=value, latent=32, scale=0.2)
-    case = make_case(batch, dims.latent + dims.rope, dtype)
+    case = make_case(batch, dims.latent + dims.rope, dtype, is_shuffled=form != "both")
     everyone = np.arange(len(case.rows))
     halves = {"absorbed": everyone, "expanded": everyone[:0], "both": everyone[::2]}[form]
     absorbed = make_groups(case.step, halves, dtype)
