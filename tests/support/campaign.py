@@ -21,7 +21,7 @@ from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from crash_bench import FAULTS, SCENARIOS, Bench, Scenario, disturb, expected, keys, parts
+from crash_bench import FAULTS, SCENARIOS, Bench, Scenario, disturb, expected, keys, parts, whole
 from job_server import Jobs
 from scripted import sample_texts, write_rows
 
@@ -46,7 +46,7 @@ class Outcome:
     def judge(self, output: Path, good: pa.Table) -> None:
         """Compares a finished output, row by row, with that of a run that nothing disturbed."""
         self.outputs += 1
-        found = pa.concat_tables(parts(output).values())
+        found = whole(parts(output))
         counts = Counter(keys(found))
         self.lost += len(set(keys(good)) - set(counts))
         self.doubled += sum(count - 1 for count in counts.values())
@@ -60,10 +60,7 @@ class Outcome:
 def kill_inside(folder: Path, num_kills: int, seed: int, outcome: Outcome) -> None:
     """Deaths inside this process until `num_kills` have struck."""
     dice, bench = random.Random(seed), Bench(folder)
-    good = {
-        name: pa.concat_tables(expected(bench, scenario).values())
-        for name, scenario in SCENARIOS.items()
-    }
+    good = {name: whole(expected(bench, scenario)) for name, scenario in SCENARIOS.items()}
     wanted = outcome.kills + num_kills
     while outcome.kills < wanted:
         name = dice.choice(list(SCENARIOS))

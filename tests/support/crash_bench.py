@@ -127,6 +127,11 @@ def parts(output: Path) -> dict[str, pa.Table]:
     return found
 
 
+def whole(tables: dict[str, pa.Table]) -> pa.Table:
+    """All parts as one table; columns of JSONL that hold only nulls take a type from others."""
+    return pa.concat_tables(tables.values(), promote_options="permissive")
+
+
 def keys(table: pa.Table) -> list[tuple[str, int | None]]:
     """What each row of an output is known by."""
     return [(row["doc"], row.get("sample")) for row in table.to_pylist()]
