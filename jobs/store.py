@@ -142,6 +142,7 @@ class Store:
                     for inner in path.iterdir():
                         self.remove(inner)
                     path.rmdir()
+            self.aside.mkdir(exist_ok=True)  # a run before may have cleaned it away
 
     def begin(self, name: str) -> Path:
         """Where the file `name` is to be written before it is published."""
