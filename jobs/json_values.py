@@ -15,13 +15,17 @@ from pyarrow import types
 
 from batchmla.jobs.parquet_schema import plain_type
 
-_LINE_MARKS = {ord(mark): f"\\u{ord(mark):04x}" for mark in "\x85\u2028\u2029"}
+_LINE_MARKS = tuple((mark, f"\\u{ord(mark):04x}") for mark in "\x85\u2028\u2029")
+_ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False)
 
 
 def json_line(value: Any) -> bytes:
     """One line of JSON with its end; no reader takes a character in it for another line end."""
-    text = json.dumps(value, ensure_ascii=False, allow_nan=False)
-    return text.translate(_LINE_MARKS).encode() + b"\n"
+    text = _ENCODER.encode(value)
+    if not text.isascii():
+        for mark, escape in _LINE_MARKS:
+            text = text.replace(mark, escape)
+    return text.encode() + b"\n"
 
 
 def json_values(column: pa.ChunkedArray) -> list[Any]:

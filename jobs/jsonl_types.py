@@ -50,6 +50,8 @@ class Kind:
         )
 
 
+_ENCODER = json.JSONEncoder(ensure_ascii=False)
+
 NULL = Kind(KindName.NULL)
 JSON = Kind(KindName.JSON)
 _NAN = Kind(KindName.NAN)
@@ -167,10 +169,12 @@ def fits(kind: Kind, value: Any) -> bool:
 
 def to_arrow_value(kind: Kind, value: Any) -> Any:
     """What Arrow takes for a value that fits."""
-    if value is None or (value != value and kind.name is not KindName.FLOAT):
+    if value is None or (value.__class__ is str and kind.name is KindName.TEXT):
+        return value
+    if value != value and kind.name is not KindName.FLOAT:
         return None
     if kind.name is KindName.JSON:
-        return json.dumps(value, ensure_ascii=False)
+        return _ENCODER.encode(value)
     if kind.name is KindName.FLOAT:
         return float(value)
     if kind.name is KindName.LIST:

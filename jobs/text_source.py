@@ -223,9 +223,11 @@ class TextSource:
         for parsed in self._parsed(start):
             if parsed.malformed is not None:
                 faults.add(f"{self._place(parsed)}: {parsed.malformed}")
+            values = parsed.values
+            if parsed.malformed is not None:  # what does not fit is null
+                values = {n: v for n, v in values.items() if n in kinds and form.fits(kinds[n], v)}
             for column, (name, kind) in zip(columns, kinds.items(), strict=True):
-                value = parsed.values.get(name)
-                column.append(form.arrow_value(kind, value) if form.fits(kind, value) else None)
+                column.append(form.arrow_value(kind, values.get(name)))
             num_rows += 1
             num_bytes += parsed.record.num_bytes
             if num_rows >= _BATCH_ROWS or num_bytes >= _BATCH_BYTES:
