@@ -13,7 +13,7 @@ from batchmla.jobs.ids import IdIndex
 from batchmla.jobs.input_file import InputFile
 from batchmla.jobs.parquet_schema import meets_as_number, plain_type, python_type, unify
 from batchmla.jobs.row import Row
-from batchmla.jobs.source import Faults, RowBatch, Scan
+from batchmla.jobs.source import ROW_NUMBER, Faults, RowBatch, Scan
 
 _MAX_BATCH_ROWS = 1024
 _ID_BATCH = 8192
@@ -55,6 +55,8 @@ class ColumnarSource:
         self.id_column = id_column
         if id_column is None and "id" in self.schema.names:
             self.id_column = "id"
+        if id_column == ROW_NUMBER:
+            self.id_column = None
         self._check_id()
 
     def _check_wholes(self, schemas: list[tuple[str, pa.Schema]]) -> None:

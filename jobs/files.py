@@ -86,7 +86,8 @@ def _shards(entry: str) -> tuple[str, list[str]]:
 
 def _reads(entry: str, wanted: str, part: str) -> bool:
     """Whether `entry` would find the file `part` of a job's output."""
-    if not is_wanted(os.path.basename(part), wanted):
+    takes_all = wanted != "auto" and not os.path.isdir(entry)  # a glob with a given format
+    if not takes_all and not is_wanted(os.path.basename(part), wanted):
         return False
     part = os.path.join(os.path.realpath(os.path.dirname(part)), os.path.basename(part))
     if os.path.isdir(entry):
@@ -151,6 +152,8 @@ def _expand(entry: str, wanted: str) -> tuple[str, list[str]]:
             found.extend(_folder_files(path, wanted, needs_some=False))
     if wanted == "auto":
         found = _only_data(found, entry)
+    else:
+        found = [path for path in found if not _has_stray([os.path.basename(path)])]
     if not found:
         raise JobError(
             f"input.path {entry} matches no {kind_words(wanted)} file{_near_path(entry)}"

@@ -233,7 +233,7 @@ class InputTable:
             faults.listed.append(
                 f"{place}: the id {typed_id!r} was already used at {first[typed_id]}"
             )
-        way_out = "make the ids unique or name another column in input.id"
+        way_out = "make the ids unique, or name another column or row_number in input.id"
         return f"{faults.text('repeated id')}\n{way_out}"
 
     def rows(

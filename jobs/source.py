@@ -10,6 +10,7 @@ from batchmla.jobs.ids import IdIndex
 from batchmla.jobs.input_file import InputFile
 from batchmla.jobs.row import Row
 
+ROW_NUMBER = "row_number"  # as input.id: rows are known by their place, whatever columns there are
 MAX_LISTED = 20  # faults spelled out in one message
 
 

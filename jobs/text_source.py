@@ -17,7 +17,7 @@ from batchmla.jobs.ids import IdIndex
 from batchmla.jobs.input_file import InputFile
 from batchmla.jobs.jsonl_types import NULL, Kind, KindName, arrow_type
 from batchmla.jobs.row import Row
-from batchmla.jobs.source import Faults, RowBatch, Scan
+from batchmla.jobs.source import ROW_NUMBER, Faults, RowBatch, Scan
 from batchmla.jobs.text_form import MalformedRecord, Record, TextForm
 
 _TYPED_ROWS = 500_000
@@ -56,6 +56,8 @@ class TextSource:
         self._files = list(files)
         self._form = form
         self.id_column = id_column if id_column is not None else form.default_id(files)
+        if id_column == ROW_NUMBER:
+            self.id_column = None
         self._kinds: dict[str, Kind] | None = None
         self._num_typed = 0  # rows that the kinds come from
 

@@ -255,6 +255,9 @@ def test_fc_033_stray_files_of_a_folder_are_skipped_and_counted(
     assert source.scan().num_rows == 3
     assert [row.id for row in all_rows(source)] == ["0", "1", "2"]
     assert "3 files ignored" in caplog.text and "notes.txt" in caplog.text
+    (tmp_path / "in" / "notes.txt").unlink()
+    given = table(tmp_path / "in" / "*", format="jsonl")  # whatever their endings
+    assert [file.name for file in given.files] == [file.name for file in source.files]
 
 
 def test_fc_033_thousands_of_small_files_in_a_stable_order(tmp_path: Path) -> None:

@@ -141,6 +141,24 @@ def test_fc_009_repeated_ids_are_refused_with_both_places(tmp_path: Path) -> Non
     assert [row["row_id"] for row in job.rows()] == ["same", "other", "7", "7"]
 
 
+@pytest.mark.parametrize("name", ["in.jsonl", "in.parquet"])
+def test_fc_009_rows_may_be_known_by_their_number(tmp_path: Path, name: str) -> None:
+    rows = words("one", "two", "three")
+    for row in rows:
+        row["id"] = "same"
+    if name == "in.parquet":
+        pq.write_table(pa.Table.from_pylist(rows), tmp_path / name)
+    else:
+        put(tmp_path, rows)
+    job = EchoJob(tmp_path, tmp_path / name)
+    with pytest.raises(JobError, match=r"or name another column or row_number in input\.id"):
+        job.run()
+    job.run(input={"id": "row_number"})
+    assert [row["row_id"] for row in job.rows()] == [f"{name}:{n}" for n in range(3)]
+    assert [row["id"] for row in job.rows()] == ["same"] * 3
+    assert job.contents() == ["one", "two", "three"]
+
+
 def test_fc_010_equal_prompts_are_different_rows_on_resume(tmp_path: Path) -> None:
     path = put(tmp_path, words(*["Say hi."] * 6))
     job = EchoJob(tmp_path, path)
