@@ -148,7 +148,10 @@ def read_manifest(output: Path) -> Manifest | None:
 
 
 def _unreadable(path: Path, reason: str) -> str:
-    return f"{path} cannot be read: {reason}; restore it from a copy, or choose another output.path"
+    return (
+        f"{path} cannot be read: {reason}; restore it from a copy, start over with run --fresh, or "
+        f"choose another output.path"
+    )
 
 
 def _fault_of(raw: Any) -> str | None:
@@ -257,12 +260,6 @@ def settle(
     """
     if old is None:
         return new, True
-    if old.columns != new.columns:
-        changed = sorted(set(old.columns) ^ set(new.columns)) or ["their order"]
-        raise JobError(
-            f"{output} was begun with other columns (differing: {'; '.join(changed)}); a data set "
-            f"has one schema: start over with --fresh, or choose another output.path"
-        )
     for name in _FIXED:
         before, after = (each.job.get(name, {}).get("value") for each in (old, new))
         if before != after:
@@ -270,6 +267,12 @@ def settle(
                 f"{output} was begun with {name} {before}, not {after}; that is fixed for an "
                 f"output: set it back, start over with --fresh, or choose another output.path"
             )
+    if old.columns != new.columns:
+        changed = sorted(set(old.columns) ^ set(new.columns)) or ["their order"]
+        raise JobError(
+            f"{output} was begun with other columns (differing: {'; '.join(changed)}); a data set "
+            f"has one schema: start over with --fresh, or choose another output.path"
+        )
     was, old = old, _with_growth(old, new, has_grown)
     changed = differences(old, new)
     num_rows = old.num_rows if old.input == new.input else None

@@ -196,8 +196,10 @@ def test_an_output_of_another_version_is_refused_with_the_file_and_the_way_out(
         JobError, match=r"manifest\.json cannot be read: its format is 0, and this version reads 1"
     ):
         halted.bench.run(halted.output)
-    path.write_text(text)
-    halted.finish()
+    for damaged in (text.replace('"format": 1', '"format": 0'), "{", ""):
+        path.write_text(damaged)
+        summary = halted.bench.run(halted.output, fresh=True)
+        assert (summary.exit_code, summary.rows_this_run) == (0, NUM_ROWS)
 
 
 @pytest.mark.parametrize(
@@ -205,6 +207,7 @@ def test_an_output_of_another_version_is_refused_with_the_file_and_the_way_out(
     [
         ("output", {"rows_per_file": 9}, "output.rows_per_file 8, not 9"),
         ("output", {"format": "jsonl"}, "output.format parquet, not jsonl"),
+        ("sampling", {"n": 2}, "sampling.n 1, not 2"),
         ("output", {"prefix": "x_"}, "begun with other columns"),
         ("output", {"token_ids": True}, "begun with other columns"),
         ("input", {"columns": ["doc"]}, "begun with other columns"),

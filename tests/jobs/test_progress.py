@@ -244,7 +244,7 @@ def test_a_damaged_manifest_is_told_in_words(tmp_path: Path, damage: Any, words:
     path.write_text(damaged if isinstance(damaged, str) else json.dumps(damaged))
     with pytest.raises(JobError, match=f"manifest.json cannot be read: {words}") as caught:
         read_status(output)
-    assert "restore it from a copy, or choose another output.path" in str(caught.value)
+    assert "restore it from a copy, start over with run --fresh, or choose" in str(caught.value)
     with pytest.raises(JobError, match=words):
         run_scripted(scripted_spec(source, output), scripted_seams(ScriptedEngine()))
 
