@@ -1,5 +1,6 @@
 """What kind of data a file holds: by its name, checked by its first bytes."""
 
+import codecs
 import os
 from pathlib import Path
 
@@ -116,7 +117,16 @@ def _content(head: bytes) -> str:
     for magic, words in _MAGIC:
         if head.startswith(magic):
             return words
-    return "binary data" if b"\0" in head else "text"
+    return "binary data" if b"\0" in head and not _is_text(head) else "text"
+
+
+def _is_text(head: bytes) -> bool:
+    """Whether bytes with NULs among them are UTF-8 nonetheless, and not every other one is NUL."""
+    try:
+        codecs.getincrementaldecoder("utf-8")().decode(head)  # it may be cut within a character
+    except UnicodeDecodeError:
+        return False
+    return head.count(b"\0") * 4 <= len(head)
 
 
 def _check_parquet(path: str, head: bytes, tail: bytes) -> None:

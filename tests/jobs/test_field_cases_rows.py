@@ -225,6 +225,13 @@ def test_fc_015_bytes_that_are_no_text_are_malformed_lines(tmp_path: Path) -> No
     assert "in.jsonl:2: byte 0xb2" in str(job.errors()[1])
 
 
+def test_fc_015_a_raw_nul_is_the_lines_fault(tmp_path: Path) -> None:
+    path = tmp_path / "in.jsonl"
+    path.write_bytes(b'{"id": "a", "prompt": "one"}\n{"id": "b", "prompt": "t\0wo"}\n')
+    with pytest.raises(JobError, match=r"in\.jsonl:2: not valid JSON: Invalid control character"):
+        EchoJob(tmp_path, path).run()
+
+
 def test_fc_015_nul_and_controls_come_through(tmp_path: Path) -> None:
     texts = ["nul \0 inside", "bell \x07 esc \x1b[31m red", "bom inside \ufeff text"]
     job = EchoJob(tmp_path, put(tmp_path, words(*texts)))

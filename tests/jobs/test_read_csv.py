@@ -1,11 +1,16 @@
 """CSV input: records, headers, types of columns, malformed records."""
 
+import csv
 import gzip
+import io
+import tempfile
 from pathlib import Path
 from typing import Any, Literal
 
 import pyarrow as pa
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from batchmla.errors import JobError
 from batchmla.jobs.csv_form import CsvForm
@@ -204,3 +209,38 @@ def test_a_cut_stream_names_the_file_and_the_rows_before(tmp_path: Path) -> None
     cut = gzip.compress(content)[:-2000]
     with pytest.raises(JobError, match=r"in\.csv\.gz is cut short or damaged after \d+ rows"):
         table(put(tmp_path, cut, "in.csv.gz")).scan()
+
+
+CELLS = st.text(st.characters(exclude_categories=["Cs"]), max_size=12) | st.sampled_from(
+    ["", "1", "-7", "2.5", "true", "007", "a\nb", 'say ""', ",", "\r\n", "\u2028"]
+)
+
+
+@given(st.lists(st.tuples(CELLS, CELLS), max_size=8), st.sampled_from(["\n", "\r\n"]))
+@settings(max_examples=150, deadline=None)
+def test_what_a_csv_writer_writes_is_read_as_it_was(
+    cells: list[tuple[str, str]], line_end: str
+) -> None:
+    buffer = io.StringIO()
+    writer = csv.writer(buffer, lineterminator=line_end, quoting=csv.QUOTE_ALL)
+    writer.writerows([("a", "b"), *cells])
+    with tempfile.TemporaryDirectory() as folder:
+        source = table(put(Path(folder), buffer.getvalue()))
+        assert source.scan().num_rows == len(cells)
+        rows = [tuple(row.values.values()) for row in all_rows(source)]
+        found = [tuple(row.values()) for row in carried(source).to_pylist()]
+    assert rows == found
+    for place, name in enumerate(source.carried.names):
+        column = [row[place] for row in found]
+        if source.carried.field(name).type == pa.string():
+            assert column == [row[place] or None for row in cells]
+        else:  # written as the type that it was read as
+            given_cells = [row[place].lower() for row in cells]
+            assert all(
+                (one is None and not text) or (one is not None and float(one) == _number(text))
+                for one, text in zip(column, given_cells, strict=True)
+            )
+
+
+def _number(text: str) -> float:
+    return float(text == "true") if text in ("true", "false") else float(text)
