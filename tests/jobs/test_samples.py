@@ -84,6 +84,10 @@ def test_samples_have_streams_of_their_own_and_a_column(tmp_path: Path) -> None:
     assert len({row["content"] for row in rows if row["id"] == 7}) > 1
     schema = pq.read_schema(job.output / "part-00000.parquet")
     assert schema.field("sample").type == pa.int32()
+    again = job.run(
+        SampleEngine(), sampling={"n": 3}, output={"rows_per_file": 50}, retry_failed=True
+    )
+    assert (again.done, again.failed, again.rows_this_run) == (120, 3, 3) and job.rows() == rows
     single = job_of(tmp_path)
     single.run(SampleEngine(), fresh=True)
     assert "sample" not in single.rows()[0]
