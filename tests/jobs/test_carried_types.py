@@ -63,10 +63,13 @@ def write_input(path: Path) -> pa.Table:
     return pq.read_table(path)
 
 
-def run(folder: Path, **wishes: Any) -> Path:
-    """A job over `in.parquet`; the first part is published short and grows on a second run."""
+def run(folder: Path, form: str = "parquet", **wishes: Any) -> Path:
+    """A job over `in.parquet` into parts of three rows."""
     loaded = scripted_spec(
-        folder / "in.parquet", folder / "out", input={"id": "id"}, output={"rows_per_file": 3}
+        folder / "in.parquet",
+        folder / "out",
+        input={"id": "id"},
+        output={"rows_per_file": 3, "format": form},
     )
     seams = replace(scripted_seams(ScriptedEngine(), text=ScriptedText()), table=open_job_input)
     run_scripted(loaded, seams, **wishes)
@@ -125,3 +128,17 @@ def test_an_output_without_rows_has_the_whole_schema(tmp_path: Path) -> None:
     )
     assert duckdb.sql(f"select count(*) from '{part}'").fetchall() == [(0,)]
     assert pd.read_parquet(out).shape == (0, len(schema))
+
+
+def test_lines_are_read_by_the_same_packages(tmp_path: Path) -> None:
+    write_input(tmp_path / "in.parquet")
+    out = run(tmp_path, "jsonl")
+    names = [*pq.read_schema(tmp_path / "in.parquet").names, *own_schema(False).names]
+    parts = sorted(out.glob("*.jsonl"))
+    frame = pd.concat([pd.read_json(part, lines=True, dtype=False) for part in parts])
+    assert list(frame.columns) == names and list(frame["id"]) == ["r0", "r1", "r2", "r3"]
+    polars = pl.read_ndjson(parts[0])
+    assert set(polars.columns) == set(names) and polars["row_id"].to_list() == ["r0", "r1", "r2"]
+    assert polars["zone"].to_list()[0].startswith("2026-03-29 03:30:00.000001")
+    found = duckdb.sql(f"select id, content, decimal from read_json('{out}/*.jsonl') order by id")
+    assert found.fetchall()[0] == ("r0", frame["content"].iloc[0], "123.4500")

@@ -88,3 +88,11 @@ def test_malformed_rows_end_the_run_before_the_model_loads(tmp_path: Path) -> No
     assert "the input has 5 malformed rows" in said and not engine.seen
     for place in sorted(reasons)[-5:]:
         assert f"in.jsonl:{place + 1}: " in said
+
+
+def test_a_sampling_column_that_is_missing_is_named(tmp_path: Path) -> None:
+    write(tmp_path / "in.jsonl", 0)
+    job = EchoJob(tmp_path, tmp_path / "in.jsonl")
+    said = r"sampling\.temperature: the input has no column heet; did you mean heat\?"
+    with pytest.raises(JobError, match=said):
+        run(job, sampling={"temperature": {"column": "heet"}})
