@@ -8,6 +8,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -108,7 +109,8 @@ def make_manifest(
     )
 
 
-def versions() -> dict[str, str]:
+@cache
+def versions() -> Mapping[str, str]:
     """Of what can change the numbers: Python and the packages that compute."""
     found = {"batchmla": __version__, "python": platform.python_version()}
     for package in _PACKAGES:
@@ -237,10 +239,8 @@ def _place(described: str | None) -> str | None:
 
 def _with_growth(old: Manifest, new: Manifest, has_grown: HasGrown) -> Manifest:
     """`old` with the last file as it is now, if that is what it was and more rows."""
-    last = next(reversed(list(old.input)), None)
-    if last is None or last not in new.input or old.input[last] == new.input[last]:
-        return old
-    if not has_grown(last, old.input[last], old.last_rows):
+    last = next(reversed(list(old.input)), "")
+    if last not in new.input or not has_grown(last, old.input[last], old.last_rows):
         return old
     return replace(old, input={**old.input, last: new.input[last]}, num_rows=None)
 
@@ -277,8 +277,7 @@ def settle(
     changed = differences(old, new)
     num_rows = old.num_rows if old.input == new.input else None
     if not changed:
-        created_s = old.created_s
-        kept = replace(new, job_id=old.job_id, created_s=created_s, earlier=old.earlier)
+        kept = replace(new, job_id=old.job_id, created_s=old.created_s, earlier=old.earlier)
         kept = replace(kept, num_rows=num_rows)
         return kept, plain(asdict(kept)) != plain(asdict(was))
     moved = _moved_files(old.input, new.input)

@@ -6,7 +6,6 @@ summary and `_SUCCESS`, each line of the ledger, each deletion, the lease.
 
 import itertools
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +13,12 @@ import pyarrow as pa
 import pytest
 from crash_bench import FAULTS, SCENARIOS, Bench, disturb, expected, parts
 
-from batchmla.jobs import manifest
 from batchmla.jobs.status import read_status
 
 
 @pytest.fixture(scope="module")
-def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(manifest, "versions", lambda: {"batchmla": "0"})  # a quarter of the time
-        yield Bench(tmp_path_factory.mktemp("crash"))
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
+    return Bench(tmp_path_factory.mktemp("crash"))
 
 
 def check_ended(output: Path, good: dict[str, pa.Table], summary: Any) -> None:
@@ -35,15 +31,16 @@ def check_ended(output: Path, good: dict[str, pa.Table], summary: Any) -> None:
     own = output / "_batchmla"
     left = {str(path.relative_to(own)) for path in own.rglob("*") if path.is_file()}
     known = {"lease", "manifest.json", "parts.jsonl", "progress.json", "run.log", "summary.json"}
-    assert {*left, "progress.json"} == known and (output / "_SUCCESS").exists()
+    known.add("series.jsonl")
+    assert {*left, "progress.json", "series.jsonl"} == known and (output / "_SUCCESS").exists()
 
 
 @pytest.mark.parametrize(
     ("name", "fault", "stride"),  # the others are thrown in by the kill campaign
     [
         ("first", "killed", 1),
-        ("first", "power lost", 2),
-        ("first", "refused", 5),
+        ("first", "power lost", 3),
+        ("first", "refused", 7),
         ("growing", "killed", 4),
         ("retry", "power lost", 4),
         ("fresh", "killed", 5),
