@@ -156,14 +156,17 @@ def status(
 @app.command()
 def report(
     output: Annotated[Path, typer.Argument(metavar="OUT", help="A job's output folder.")],
+    file: Annotated[
+        Path | None,
+        typer.Option("--out", metavar="FILE", help="Default: OUT/_batchmla/report.html."),
+    ] = None,
     debug: Debug = False,
 ) -> None:
-    """One HTML file about a job (not built yet)."""
+    """One HTML file about a running or finished job: rates, memory, lengths, errors."""
     with reported(debug):
-        raise JobError(
-            f"batchmla report is not built yet; batchmla status {output} and "
-            f"{Path(output, '_batchmla', 'summary.json')} have the numbers"
-        )
+        from batchmla.jobs.report import write_report
+
+        typer.echo(f"wrote {write_report(output, file)}")
 
 
 @app.command()

@@ -3,7 +3,9 @@
 from batchmla.jobs.ledger import Ledger
 from batchmla.jobs.manifest import manifest_path
 from batchmla.jobs.progress import progress_path
+from batchmla.jobs.report_path import report_path
 from batchmla.jobs.segments import list_segments
+from batchmla.jobs.series import series_path
 from batchmla.jobs.store import Store
 from batchmla.jobs.summary import summary_path
 
@@ -26,7 +28,8 @@ def clear_output(store: Store) -> None:
         for segment in list_segments(segments):
             store.remove(segment.path)
         store.sync_folder(segments)
-    for path in (ledger.path, summary_path(store.root), progress_path(store.root)):
+    beside = (summary_path, progress_path, series_path, report_path)
+    for path in (ledger.path, *(path_of(store.root) for path_of in beside)):
         store.remove(path)
     store.sync_folder(store.own)
     store.remove(manifest)

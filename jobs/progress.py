@@ -10,7 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Literal, Protocol, TextIO
 
@@ -18,7 +18,9 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
+from batchmla.core import EngineStats
 from batchmla.errors import BatchmlaError
+from batchmla.jobs.series import Sample, Series
 from batchmla.jobs.store import Store
 
 ProgressKind = Literal["auto", "rich", "plain", "off"]
@@ -49,10 +51,40 @@ class Snapshot:
     total_pages: int = 0
     prompt_tokens: int = 0
     generated_tokens: int = 0
+    computed_tokens: int = 0
+    steps: int = 0
     preemptions: int = 0
     rows_per_s: float | None = None
     tokens_per_s: float | None = None
     is_settled: bool = True  # enough rows have finished to foretell the others
+
+    @classmethod
+    def of(
+        cls, stats: EngineStats, *, phase: str, rows: int | None, done: int, failed: int
+    ) -> "Snapshot":
+        """The engine's counts now, with the rows of the output."""
+        return cls(
+            at_s=time.time(),
+            phase=phase,
+            rows=rows,
+            done=done,
+            failed=failed,
+            running=stats.running,
+            waiting=stats.waiting,
+            used_pages=stats.used_pages,
+            total_pages=stats.total_pages,
+            prompt_tokens=stats.prompt_tokens,
+            generated_tokens=stats.generated_tokens,
+            computed_tokens=stats.computed_tokens,
+            steps=stats.steps,
+            preemptions=stats.preemptions,
+        )
+
+    def sample(self, run_s: float, elapsed_s: float) -> Sample:
+        """What the series keeps of it."""
+        names = {each.name for each in fields(Sample)} - {"run_s", "elapsed_s"}
+        values = {name: getattr(self, name) for name in names}
+        return Sample(run_s=run_s, elapsed_s=elapsed_s, **values)
 
     @property
     def eta_s(self) -> float | None:
@@ -202,13 +234,15 @@ def _rate(looks: Sequence[tuple[float, int]], now_s: float) -> float | None:
 
 
 class Ticker:
-    """Looks at the run, adds rates, shows, and writes the heartbeat that `status` reads."""
+    """Looks at the run, adds rates, shows, and writes the heartbeat that `status` reads and the
+    series that `report` draws."""
 
     def __init__(self, look: Callable[[], Snapshot], view: View | None, store: Store) -> None:
         self._look = look
         self._view = view
         self._store = store
         self._rates = Rates()
+        self._series = Series(store)
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="progress", daemon=True)
 
@@ -223,7 +257,7 @@ class Ticker:
             self._view.close()
 
     def _run(self) -> None:
-        next_beat_s = 0.0
+        next_beat_s, run_s, start_s = 0.0, round(time.time(), 3), time.monotonic()
         while True:
             is_last = self._ended.wait(_TICK_S)
             snapshot = self._rates.add(self._look(), time.monotonic())
@@ -232,6 +266,9 @@ class Ticker:
             if is_last or time.monotonic() >= next_beat_s:
                 next_beat_s = time.monotonic() + _HEARTBEAT_S
                 self._beat(snapshot)
+            elapsed_s = round(time.monotonic() - start_s, 3)
+            if is_last or self._series.is_due(elapsed_s):
+                self._series.add(snapshot.sample(run_s, elapsed_s))
             if is_last:
                 return
 

@@ -290,20 +290,13 @@ class _Run:
                 write_manifest(self.store, self.manifest)
 
     def _look(self, loop: Loop) -> Snapshot:
-        stats, tally = loop.look(), self.journal.tally
-        return Snapshot(
-            at_s=time.time(),
+        tally = self.journal.tally
+        return Snapshot.of(
+            loop.look(),
             phase=loop.phase,
             rows=loop.num_rows,
             done=tally.rows,
             failed=tally.failed,
-            running=stats.running,
-            waiting=stats.waiting,
-            used_pages=stats.used_pages,
-            total_pages=stats.total_pages,
-            prompt_tokens=stats.prompt_tokens,
-            generated_tokens=stats.generated_tokens,
-            preemptions=stats.preemptions,
         )
 
     def _end(self, loop: Loop) -> Summary:

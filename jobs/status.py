@@ -62,6 +62,9 @@ def read_status(output: Path) -> Status:
     tally, num_parts = _finished(output, manifest.job_id)
     beat, is_running = _heartbeat(output), is_held(output)
     num_rows = manifest.num_rows if manifest.num_rows is not None else beat.get("rows")
+    is_complete = (output / "_SUCCESS").exists()
+    if num_rows is None and is_complete:
+        num_rows = tally.rows
     left = None if num_rows is None else num_rows - tally.rows
     live = beat if is_running else {}
     rows_per_s, has_eta = live.get("rows_per_s"), live.get("eta_s") is not None
@@ -69,7 +72,7 @@ def read_status(output: Path) -> Status:
         name=str(manifest.job.get("name", {}).get("value", "?")),
         output=str(output),
         is_running=is_running,
-        is_complete=(output / "_SUCCESS").exists(),
+        is_complete=is_complete,
         rows=num_rows,
         done=tally.rows,
         failed=tally.failed,

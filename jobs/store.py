@@ -189,6 +189,13 @@ class Store:
             if is_new:
                 self._sync(target.parent)
 
+    def append_soft(self, target: Path, data: bytes) -> None:
+        """Adds `data` to the end of `target`, without waiting for the disk."""
+        with storage_errors(target):
+            self.before("append", target)
+            with target.open("ab") as file:
+                file.write(data)
+
     def remove(self, target: Path) -> None:
         """Deletes `target` if it is there; durable after `sync_folder`."""
         with storage_errors(target):

@@ -193,7 +193,6 @@ def test_wrong_usage_ends_with_2_and_a_hint(arguments: list[str]) -> None:
 
 
 def test_commands_to_come_are_refused_by_name() -> None:
-    assert "batchmla report is not built yet" in call("report", "out").stderr
     assert "batchmla bench is not built yet" in call("bench", "model").stderr
 
 

@@ -51,7 +51,7 @@ THIRD_PARTY = {
     "batchmla.engine": {"torch", "numpy", "psutil"},
     "batchmla.jobs": {
         "numpy", "pyarrow", "ruamel", "pydantic", "pydantic_core", "fsspec", "jinja2", "rich",
-        "psutil", "zstandard", "ray", "datasets",
+        "psutil", "zstandard", "ray", "datasets", "matplotlib",
     },
     "batchmla.cli": {"typer", "click", "rich"},
 }  # fmt: skip
