@@ -87,7 +87,7 @@ def render(data: ReportData) -> str:
     return environment.from_string(source).render(
         data=data,
         state=_state(data),
-        left=None if num_rows is None else max(0, num_rows - counts.rows),
+        left=None if num_rows is None else max(0, num_rows - counts.tally.rows),
         plots=_plots(data),
         lengths=_lengths(data),
         errors=shown,

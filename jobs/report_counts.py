@@ -19,7 +19,8 @@ import pyarrow.parquet as pq
 from batchmla.errors import JobError
 from batchmla.jobs.columns import own_schema
 from batchmla.jobs.done import DoneRows
-from batchmla.jobs.ledger import Ledger, Part
+from batchmla.jobs.journal import tally_of
+from batchmla.jobs.ledger import Ledger, Part, Tally
 from batchmla.jobs.manifest import Manifest
 from batchmla.jobs.openai_lines import BatchLines
 from batchmla.jobs.part_file import JsonlParts, LineForm, PlainLines
@@ -85,15 +86,13 @@ class ErrorKind:
 
 @dataclass(slots=True, kw_only=True)
 class RowCounts:
-    """Sums over finished rows. Lengths leave out rows with an error; `reasoning` also those
-    without any."""
+    """Sums over finished rows. `tally` has all of them; lengths leave out rows with an error, and
+    `reasoning` those without any."""
 
-    rows: int = 0
-    failed: int = 0
+    tally: Tally = field(default_factory=Tally)
     prompt: Lengths = field(default_factory=Lengths)
     reasoning: Lengths = field(default_factory=Lengths)
     content: Lengths = field(default_factory=Lengths)
-    cached_tokens: int = 0
     finish_reasons: Counter[str] = field(default_factory=Counter)
     reasoning_states: Counter[str] = field(default_factory=Counter)
     errors: dict[str, ErrorKind] = field(default_factory=dict)
@@ -103,18 +102,16 @@ class RowCounts:
 
     def add(self, table: pa.Table) -> None:
         """Takes rows with the columns of `_NAMES`."""
-        self.rows += table.num_rows
+        self.tally.add(tally_of(table))
         _add_values(self.finish_reasons, table.column("finish_reason"))
         good = table.filter(pc.is_null(table.column("error")))
         _add_values(self.reasoning_states, good.column("reasoning_state"))
-        self.cached_tokens += pc.sum(table.column("cached_tokens")).as_py() or 0
         self.prompt.add(good.column("prompt_tokens"))
         self.content.add(good.column("content_tokens"))
         has_reasoning = pc.not_equal(good.column("reasoning_state"), "none")
         self.reasoning.add(good.column("reasoning_tokens").filter(has_reasoning))
         if good.num_rows < table.num_rows:
             bad = table.filter(pc.is_valid(table.column("error")))
-            self.failed += bad.num_rows
             ids, errors = (bad.column(name).to_pylist() for name in ("row_id", "error"))
             for row_id, error in zip(ids, errors, strict=True):
                 self._add_error(row_id, error)

@@ -22,7 +22,7 @@ class RunLine:
 
     began: str
     wall_s: float
-    rows: int | None  # done in it; None where its beginning was thinned out
+    rows: int  # done in it
     generated_tokens: int
     preemptions: int
 

@@ -99,7 +99,8 @@ class Page(HTMLParser):
     def facts(self) -> dict[str, str]:
         """Names and values of the list at the top."""
         lines = [word.strip() for word in self.words if word.strip()]
-        names = ("rows", "done", "failed", "left", "prompt tokens", "reasoning tokens", "parts")
+        names = ("rows", "done", "failed", "left", "parts")
+        names += ("prompt tokens", "reasoning tokens", "content tokens")
         return {name: lines[lines.index(name) + 1] for name in names}
 
     def bars(self) -> dict[str, int]:
@@ -159,6 +160,8 @@ def check_numbers(page: Page, output: Path, form: str = "parquet") -> None:
     good = [row for row in rows if row["error"] is None]
     facts = page.facts()
     assert facts["done"] == f"{len(rows):,}" and facts["failed"] == f"{len(rows) - len(good):,}"
+    for name in ("prompt_tokens", "reasoning_tokens", "content_tokens"):
+        assert facts[name.replace("_", " ")] == f"{sum(row[name] for row in rows):,}"
     ended = Counter(row["finish_reason"] for row in rows)
     ended += Counter(row["reasoning_state"] for row in good)
     assert page.bars() == dict(ended)
@@ -280,8 +283,8 @@ def test_parts_of_lines_count_as_those_of_parquet(
         assert manifest is not None
         found.append(count_rows(folder / "out", manifest))
     first, second = found
-    assert first.rows == 120 * num_samples and first.failed == 4 * num_samples
-    for field in ("rows", "failed", "finish_reasons", "reasoning_states", "errors", "parts"):
+    assert first.tally.rows == 120 * num_samples and first.tally.failed == 4 * num_samples
+    for field in ("tally", "finish_reasons", "reasoning_states", "errors", "parts"):
         assert getattr(first, field) == getattr(second, field), field
     for field in ("prompt", "reasoning", "content"):
         one, other = getattr(first, field), getattr(second, field)
@@ -301,7 +304,7 @@ def test_a_hundred_parts_and_one_of_them_damaged(tmp_path: Path) -> None:
     manifest = read_manifest(output)
     assert manifest is not None
     counts = count_rows(output, manifest)
-    assert (counts.parts, counts.rows, counts.failed) == (101, 202, 8)
+    assert (counts.parts, counts.tally.rows, counts.tally.failed) == (101, 202, 8)
     (output / "part-00007.parquet").write_bytes(b"PAR1")
     page = page_of(output)
     assert "Every input row counts 2 times" in page.text
