@@ -13,8 +13,8 @@ from examples.tally.tokens import SampleEncoder
 
 POOL_DOCUMENTS = 768
 CUT_SHARE = 0.08
-READING_WEIGHT = 3.0
-"""What a token read from the document or copied from the line above weighs, against a sum's."""
+COPYING_WEIGHT = 3.0
+"""What a token copied from the line above weighs in the loss, against one of the sums."""
 CLOSING_WEIGHT = 8.0
 """What a token of the total that closes the reasoning weighs: five of them, four look-ups."""
 
@@ -52,28 +52,31 @@ def make_sample(
     return [*prompt, *reasoning, *answer], len(prompt)
 
 
-def token_weights(encoder: SampleEncoder, ids: list[int]) -> list[float]:
+def token_weights(encoder: SampleEncoder, ids: list[int], reading_weight: float) -> list[float]:
     """Give each token's weight in the loss.
 
-    Read from the document: all before a line's first space. Copied from the line above: what
-    follows the first `+` of a step. The line that starts with `=` closes the reasoning.
+    Read from the document, `reading_weight`: all before a line's first space. Copied from the
+    line above: what follows the first `+` of a step. The line that starts with `=` closes the
+    reasoning.
     """
-    weights, weight, num_pluses, before = [], READING_WEIGHT, 0, encoder.newline[0]
+    weights, weight, num_pluses, before = [], reading_weight, 0, encoder.newline[0]
     for token in ids:
         if token == encoder.equals and before == encoder.newline[0]:
             weight = CLOSING_WEIGHT
         elif token in (encoder.space, encoder.end_think):
             weight, num_pluses = 1.0, 0
         is_copied = before == encoder.plus and num_pluses == 1
-        weights.append(READING_WEIGHT if is_copied else weight)
+        weights.append(COPYING_WEIGHT if is_copied else weight)
         num_pluses += token == encoder.plus
         if token == encoder.newline[0]:
-            weight = READING_WEIGHT
+            weight = reading_weight
         before = token
     return weights
 
 
-def make_batch(encoder: SampleEncoder, samples: list[tuple[list[int], int]]) -> Batch:
+def make_batch(
+    encoder: SampleEncoder, samples: list[tuple[list[int], int]], reading_weight: float
+) -> Batch:
     """Pad samples to one length, a multiple of 16."""
     longest = max(len(ids) for ids, _ in samples)
     width = (longest + 15) // 16 * 16
@@ -83,7 +86,7 @@ def make_batch(encoder: SampleEncoder, samples: list[tuple[list[int], int]]) -> 
     for row, (sample, first) in enumerate(samples):
         ids[row, : len(sample)] = torch.tensor(sample)
         targets[row, first - 1 : len(sample) - 1] = torch.tensor(sample[first:])
-        weighed = torch.tensor(token_weights(encoder, sample[first:]))
+        weighed = torch.tensor(token_weights(encoder, sample[first:], reading_weight))
         weights[row, first - 1 : len(sample) - 1] = weighed
     return Batch(
         ids=ids,
@@ -94,7 +97,12 @@ def make_batch(encoder: SampleEncoder, samples: list[tuple[list[int], int]]) -> 
 
 
 def pool_batches(
-    encoder: SampleEncoder, seed: int, pool: int, batch_tokens: int, only_reading: bool
+    encoder: SampleEncoder,
+    seed: int,
+    pool: int,
+    batch_tokens: int,
+    only_reading: bool,
+    reading_weight: float,
 ) -> list[Batch]:
     """Give the batches of one pool of documents, in a shuffled order; a last small one is left out.
 
@@ -107,7 +115,7 @@ def pool_batches(
     batches, group = [], []
     for sample in samples:
         if group and (len(group) + 1) * len(group[0][0]) > batch_tokens:
-            batches.append(make_batch(encoder, group))
+            batches.append(make_batch(encoder, group, reading_weight))
             group = []
         group.append(sample)
     rng.shuffle(batches)
@@ -115,10 +123,17 @@ def pool_batches(
 
 
 def all_batches(
-    encoder: SampleEncoder, seed: int, batch_tokens: int, reading_pools: int, skip: int = 0
+    encoder: SampleEncoder,
+    seed: int,
+    batch_tokens: int,
+    reading_pools: int,
+    skip: int = 0,
+    reading_weight: float = 3.0,
 ) -> Iterator[Batch]:
     """Yield batches without end, the first pools reading only; `skip` batches are passed over."""
     for pool in itertools.count():
-        batches = pool_batches(encoder, seed, pool, batch_tokens, pool < reading_pools)
+        batches = pool_batches(
+            encoder, seed, pool, batch_tokens, pool < reading_pools, reading_weight
+        )
         yield from batches[skip:]
         skip = max(skip - len(batches), 0)

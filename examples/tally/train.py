@@ -33,6 +33,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--batch-tokens", type=int, default=2560)
     parser.add_argument("--accumulate", type=int, default=2, help="batches of one step")
     parser.add_argument("--reading-pools", type=int, default=30)
+    parser.add_argument("--reading-weight", type=float, default=3.0)
     parser.add_argument("--matrix-rate", type=float, default=0.02)
     parser.add_argument("--other-rate", type=float, default=0.003)
     parser.add_argument("--seed", type=int, default=1)
@@ -135,6 +136,7 @@ class Run:
             args.batch_tokens,
             args.reading_pools,
             skip=self.step * args.accumulate,
+            reading_weight=args.reading_weight,
         )
         losses = []
         while self.step < args.steps:
