@@ -12,7 +12,7 @@ import pyarrow as pa
 
 from batchmla.jobs.input_file import InputFile, read_blocks, stat_file
 
-MOST_BYTES = 512 << 20  # of a columnar file whose rows are digested: about a second
+MOST_BYTES = 128 << 20  # of a columnar file whose rows are digested: up to a few seconds
 
 Digests = dict[tuple[str, int, int], str]  # by path, size and time
 
