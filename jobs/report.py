@@ -95,6 +95,7 @@ def render(data: ReportData) -> str:
         model=setting(data.manifest, "model.path"),
         samples_each=num_samples if isinstance(num_samples, int) else 1,
         summary_facts=_summary_facts(data),
+        fact_of=_fact,
     )
 
 
@@ -168,6 +169,13 @@ def _summary_facts(data: ReportData) -> list[tuple[str, str]]:
 def _text(value: Any) -> str:
     """What HTML can hold of it."""
     return _CONTROLS.sub("�", str(value))
+
+
+def _fact(name: str, value: Any) -> str:
+    """An engine's fact; bytes in binary units."""
+    if name.endswith("_bytes") and isinstance(value, int):
+        return f"{value / (1 << 30):,.2f} GiB" if value >> 30 else f"{value / (1 << 20):,.1f} MiB"
+    return _text(value) if isinstance(value, str) else _value(value)
 
 
 def _value(value: Any) -> str:

@@ -35,6 +35,7 @@ class Setting:
     value: Any
     source: str
     became: Any = None
+    became_source: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,14 +82,15 @@ def read_report(output: Path) -> ReportData:
 def _settings(manifest: Manifest, effective: Mapping[str, Any]) -> list[Setting]:
     found = []
     for name, each in manifest.job.items():
-        value, became = each.get("value"), _plain(effective.get(name))
+        value, source = each.get("value"), str(each.get("source", "?"))
+        given = effective.get(name)
+        became = _plain(given)
+        if became is None or became == value:
+            found.append(Setting(name=name, value=value, source=source))
+            continue
+        made_by = given.get("source") if isinstance(given, dict) else None
         found.append(
-            Setting(
-                name=name,
-                value=value,
-                source=str(each.get("source", "?")),
-                became=None if became == value else became,
-            )
+            Setting(name=name, value=value, source=source, became=became, became_source=made_by)
         )
     return found
 

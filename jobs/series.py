@@ -91,12 +91,13 @@ class Series:
             return
         self._next_s = sample.elapsed_s + self._every_s
         try:
+            line = _line_of(sample)
             if self._num_lines is None:
                 self._num_lines = self._count()
+                line = b"\n" + line if self._num_lines else line  # the last one may be cut off
             if self._num_lines >= MAX_LINES:
                 self._thin_out()
-            # the line before may have been cut off
-            self._store.append_soft(self._path, b"\n" + _line_of(sample))
+            self._store.append_soft(self._path, line)
             self._num_lines += 1
         except BatchmlaError as error:  # the journal will meet the same disk and say so
             self._is_broken = True

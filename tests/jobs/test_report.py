@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Mapping
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,12 @@ class CountingEngine(ScriptedEngine):
 class EvilText(ScriptedText):
     """Rows with text "evil …" fail with hostile words, "long …" with very many."""
 
+    effective: Mapping[str, Any] = {
+        "sampling.top_p": {"value": 0.875, "source": "generation_config.json"},
+        "engine.block_size": 16,
+        "kv_pool_bytes": 3 << 29,
+    }
+
     def _prompt(self, row: Row) -> Prompt | str:
         text = str(row.values["text"])
         if text.startswith("evil"):
@@ -70,7 +77,7 @@ class Page(HTMLParser):
         self.words: list[str] = []
         self.tables: dict[str | None, list[list[str]]] = {}
         self._table: list[list[str]] | None = None
-        self._is_style = False
+        self._is_style = self._is_cell = False
         self.feed(text)
         self.text = "".join(self.words)
 
@@ -83,17 +90,20 @@ class Page(HTMLParser):
             self._table.append([])
         elif tag in ("td", "th") and self._table is not None:
             self._table[-1].append("")
+            self._is_cell = True
 
     def handle_endtag(self, tag: str) -> None:
         self._is_style = False
         if tag == "table":
             self._table = None
+        elif tag in ("td", "th"):
+            self._is_cell = False
 
     def handle_data(self, data: str) -> None:
         if self._is_style:
             return
         self.words.append(data)
-        if self._table and self._table[-1]:
+        if self._is_cell and self._table:
             self._table[-1][-1] += data
 
     def facts(self) -> dict[str, str]:
@@ -218,7 +228,12 @@ def test_settings_stand_with_their_sources_and_what_is_in_force(finished: Path, 
     manifest = json.loads((finished / "_batchmla" / "manifest.json").read_bytes())
     assert len(settings) == len(manifest["job"]) + 1
     assert settings["errors.max"][:2] == ["0.5", "file"]
-    assert settings["sampling.seed"][:2] == ["0", "default"]
+    assert settings["sampling.seed"] == ["0", "default", ""]
+    assert settings["sampling.top_p"] == ["null", "default", "0.875 (generation_config.json)"]
+    assert settings["engine.block_size"][2] == "16"
+    facts = dict(row for row in page.tables[None] if len(row) == 2)
+    assert facts["max_num_seqs"] == "64" and facts["kv_pool_bytes"] == "1.50 GiB"
+    assert facts["its rows"] == "250" and "python" in facts and facts["model"] == "scripted"
 
 
 def test_a_job_that_runs_a_job_that_broke_and_one_of_two_runs(tmp_path: Path) -> None:

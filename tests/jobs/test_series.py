@@ -33,7 +33,7 @@ def test_samples_come_back_without_what_was_cut_off_or_damaged(store: Store) -> 
     assert [(each.run_s, each.done) for each in read_series(store.root)] == [
         (1.5, 0), (1.5, 1), (1.5, 2), (9.0, 0),
     ]  # fmt: skip
-    assert json.loads(path.read_bytes().split(b"\n")[1])["generated_tokens"] == 7
+    assert json.loads(path.read_bytes().split(b"\n")[0])["generated_tokens"] == 7
 
 
 def test_a_sample_is_due_every_five_seconds(store: Store) -> None:
