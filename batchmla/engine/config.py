@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from batchmla.attention.groups import MAX_CHUNK_KEYS
 from batchmla.core import EngineOptions
 from batchmla.engine.hardware import Hardware
 from batchmla.engine.scheduler import Limits
@@ -81,10 +82,11 @@ class Workspace:
 
     The widths that matter follow the row width w = heads * (key + value dim) of plain MHA: a
     token's live activations (residual, q, attention output, MLP or expert rows) are taken as 6 w
-    elements; one chunk's attention as its expanded and padded keys and values, 2 w elements a token
-    of context, plus a mask of chunk times context; the logits as four float32 copies for every
-    sequence. Decoding gathers one layer's rows of all sequences: up to 1 / num_layers of the pool,
-    `gather_share`; exact mode pads each sequence's by up to half.
+    elements; one chunk's attention, or that of several with up to MAX_CHUNK_KEYS keys, as its
+    expanded and padded keys and values, 2 w elements a token of context, plus a mask of chunk times
+    context; the logits as four float32 copies for every sequence. Decoding gathers one layer's rows
+    of all sequences: up to 1 / num_layers of the pool, `gather_share`; exact mode pads each
+    sequence's by up to half.
     """
 
     row_width: int
@@ -99,7 +101,8 @@ class Workspace:
         """The part that does not grow with the pool."""
         chunk_tokens = min(self.max_batched_tokens, max_model_len)
         activations = self.max_batched_tokens * 6 * self.row_width * self.dtype_bytes
-        attention = max_model_len * (2 * self.row_width + chunk_tokens) * self.dtype_bytes
+        num_keys = max(max_model_len, min(MAX_CHUNK_KEYS, self.max_num_seqs * max_model_len))
+        attention = num_keys * (2 * self.row_width + chunk_tokens) * self.dtype_bytes
         logits = 4 * self.max_num_seqs * self.vocab_size * 4
         return activations + attention + logits
 
