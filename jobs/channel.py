@@ -23,11 +23,12 @@ class Channel(Generic[T]):
         self._queued_bytes = 0
         self._is_ended = False
         self._is_closed = False
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()  # entered at less cost than its condition
+        self._changed = threading.Condition(self._lock)
 
     def put(self, item: T, item_bytes: int) -> None:
         """Adds an item. Raises `Closed` once the reader has closed."""
-        with self._changed:
+        with self._lock:
             while self._queued_bytes > self._max_bytes and not self._is_closed:
                 self._changed.wait()
             if self._is_closed:
@@ -39,7 +40,7 @@ class Channel(Generic[T]):
 
     def get_all(self, wait_s: float) -> list[T] | None:
         """Everything queued after `wait_s`, or sooner; None when ended and empty."""
-        with self._changed:
+        with self._lock:
             if not self._is_ended and not self._is_pressing:
                 self._changed.wait(wait_s)
             if not self._items and self._is_ended:
@@ -55,12 +56,12 @@ class Channel(Generic[T]):
 
     def end(self) -> None:
         """The writer's side: no item follows."""
-        with self._changed:
+        with self._lock:
             self._is_ended = True
             self._changed.notify_all()
 
     def close(self) -> None:
         """The reader's side: items are no longer taken."""
-        with self._changed:
+        with self._lock:
             self._is_closed = True
             self._changed.notify_all()

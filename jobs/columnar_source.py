@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Protocol
 
 import pyarrow as pa
@@ -98,33 +99,34 @@ class ColumnarSource:
                 pass  # a damaged page raises
         if self.id_column is None:
             return scan
-        for batch in self._id_batches():
-            for typed_id, place in batch:
-                if typed_id is None:
-                    scan.faults.add(
-                        f"{place}: the id column {self.id_column} is null or unreadable"
-                    )
-            found = [(one, place) for one, place in batch if one is not None]
-            places = [place for _, place in found]
-            scan.add_ids(ids, [one for one, _ in found], places.__getitem__)
+        for file, row, values in self._id_batches():
+            offsets = [offset for offset, one in enumerate(values) if _is_id(one)]
+            if len(offsets) < len(values):
+                for offset, one in enumerate(values):
+                    if not _is_id(one):
+                        scan.faults.add(self._no_id(file, row + offset))
+                values = [values[offset] for offset in offsets]
+            scan.add_ids(ids, values, partial(_place_of, file, row, offsets))
         return scan
 
-    def _id_batches(self) -> Iterator[list[tuple[str | int | None, str]]]:
+    def _id_batches(self) -> Iterator[tuple[InputFile, int, list[Any]]]:
+        """(file, number of the first row, ids) of every batch."""
         assert self.id_column is not None
         for number, file in enumerate(self.files):
             row = 0
             for batch in self._batches(number, 0, [self.id_column], _ID_BATCH):
-                values = _column(batch, self.id_column)
-                yield [
-                    (None if one is _UNREADABLE else one, _place(file, row + offset))
-                    for offset, one in enumerate(values)
-                ]
+                yield file, row, _column(batch, self.id_column)
                 row += batch.num_rows
+
+    def _no_id(self, file: InputFile, row: int) -> str:
+        return f"{_place(file, row)}: the id column {self.id_column} is null or unreadable"
 
     def places(self) -> Iterator[tuple[str | int, str]]:
         """Every id with its file and row."""
-        for batch in self._id_batches() if self.id_column is not None else ():
-            yield from ((one, place) for one, place in batch if one is not None)
+        for file, row, values in self._id_batches() if self.id_column is not None else ():
+            for offset, one in enumerate(values):
+                if _is_id(one):
+                    yield one, _place(file, row + offset)
 
     def rows(self, start: int, columns: Sequence[str] | None) -> Iterator[RowBatch]:
         """Rows from `start` on; whole files and row groups before it are not read."""
@@ -144,35 +146,30 @@ class ColumnarSource:
         id_values: list[Any] | None = None
         if self.id_column is not None:
             id_values = data.get(self.id_column) or _column(batch, self.id_column)
+        if id_values is None:
+            id_values = [f"{file.name}:{row + offset}" for offset in range(batch.num_rows)]
         made = RowBatch([], [])
         partly = [name for name, column in data.items() if any(v is _UNREADABLE for v in column)]
         columns = zip(*data.values(), strict=True) if data else iter([()] * batch.num_rows)
-        rows_values = [dict(zip(data, one, strict=True)) for one in columns]
-        for offset in range(batch.num_rows):
-            index = first + row + offset
-            typed_id: str | int = f"{file.name}:{row + offset}"
+        names = tuple(data)
+        for offset, (typed_id, one) in enumerate(zip(id_values, columns, strict=True)):
+            values = dict(zip(names, one, strict=True))
             error: str | None = None
-            if id_values is not None and (
-                id_values[offset] is None or id_values[offset] is _UNREADABLE
-            ):
-                place = _place(file, row + offset)
-                sentence = f"{place}: the id column {self.id_column} is null or unreadable"
-                made.faults.append((index, sentence))
+            if not _is_id(typed_id):
+                sentence = self._no_id(file, row + offset)
+                made.faults.append((first + row + offset, sentence))
                 error = f"malformed row at {sentence}"
-            elif id_values is not None:
-                typed_id = id_values[offset]
-            values = rows_values[offset]
-            broken = next((name for name in partly if values[name] is _UNREADABLE), None)
-            if broken is not None and error is None:
-                error = f"column {broken} holds a value that cannot be read as text or a number"
+                typed_id = f"{file.name}:{row + offset}"
+            elif partly:
+                error = _unreadable(partly, values)
             made.rows.append(
                 Row(
-                    index=index,
+                    index=first + row + offset,
                     file=number,
                     number=row + offset,
                     id=str(typed_id),
                     typed_id=typed_id,
-                    values={} if error is not None else values,
+                    values=values if error is None else {},
                     error=error,
                 )
             )
@@ -197,6 +194,22 @@ class ColumnarSource:
         self, number: int, skipped: int, columns: Sequence[str], max_rows: int
     ) -> Iterator[pa.RecordBatch]:
         return self._form.batches(self.files[number], skipped, columns, max_rows)
+
+
+def _is_id(value: Any) -> bool:
+    return value is not None and value is not _UNREADABLE
+
+
+def _unreadable(names: list[str], values: dict[str, Any]) -> str | None:
+    """What is wrong with the first of the columns that is not readable in this row."""
+    broken = next((name for name in names if values[name] is _UNREADABLE), None)
+    if broken is None:
+        return None
+    return f"column {broken} holds a value that cannot be read as text or a number"
+
+
+def _place_of(file: InputFile, row: int, offsets: list[int], position: int) -> str:
+    return _place(file, row + offsets[position])
 
 
 def _place(file: InputFile, row: int) -> str:

@@ -53,8 +53,9 @@ class LengthEstimate:
 
 def _bin(num_tokens: int) -> int:
     """Bin b holds the lengths up to 2^((b + 1) / 4), exact for small ones."""
-    exponent = max(num_tokens, 1).bit_length() - 1
-    rest = (max(num_tokens, 1) << 8 >> exponent) - 256  # 0..255: the mantissa
+    num_tokens = num_tokens or 1
+    exponent = num_tokens.bit_length() - 1
+    rest = (num_tokens << 8 >> exponent) - 256  # 0..255: the mantissa
     return exponent * _BINS_PER_DOUBLING + (rest * _BINS_PER_DOUBLING >> 8)
 
 

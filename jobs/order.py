@@ -19,20 +19,22 @@ def packed_order(prompts: Sequence[Prompt], output_tokens: int) -> list[int]:
     longer prompt with the next; it stays together and counts as long as its longest row.
     """
     keys = [prompt.token_ids[:KEY_TOKENS].tobytes() for prompt in prompts]
-    by_prefix = sorted(range(len(keys)), key=keys.__getitem__)
+    lengths = [len(prompt.token_ids) for prompt in prompts]
     groups: list[list[int]] = []
-    for place, position in enumerate(by_prefix):
-        before = by_prefix[place - 1]
-        longer = max(len(prompts[position].token_ids), len(prompts[before].token_ids))
+    longest: list[int] = []  # tokens of each group's longest prompt
+    key_before, length_before = b"", 0
+    for position in sorted(range(len(keys)), key=keys.__getitem__):
+        key, length = keys[position], lengths[position]
+        longer = length if length > length_before else length_before
         shared_bytes = 4 * min(longer // 2, KEY_TOKENS)
-        if place and shared_bytes and keys[before][:shared_bytes] == keys[position][:shared_bytes]:
+        if groups and shared_bytes and key_before[:shared_bytes] == key[:shared_bytes]:
             groups[-1].append(position)
+            longest[-1] = max(longest[-1], length)
         else:
             groups.append([position])
-
-    def length_class(group: list[int]) -> int:
-        longest = max(len(prompts[position].token_ids) for position in group)
-        return (longest + output_tokens).bit_length()
-
-    groups.sort(key=length_class, reverse=True)  # stable: neighbours by prefix stay neighbours
-    return [position for group in groups for position in group]
+            longest.append(length)
+        key_before, length_before = key, length
+    classes = [(length + output_tokens).bit_length() for length in longest]
+    # stable: neighbours by prefix stay neighbours
+    order = sorted(range(len(groups)), key=classes.__getitem__, reverse=True)
+    return [position for place in order for position in groups[place]]

@@ -68,14 +68,15 @@ class Packer:
         self._is_hungry = False  # the engine waits
         self._is_ended = False
         self._is_stopped = False
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()  # entered at less cost than its condition
+        self._changed = threading.Condition(self._lock)
 
     # the reader's side
 
     def put(self, waiting: Waiting) -> None:
         """Adds the next prompt in input order; waits for room. Raises `Stopped`."""
         index, num_bytes = waiting.prompt.index, waiting.num_bytes
-        with self._changed:
+        with self._lock:
             if not self._has_room(index, num_bytes):
                 self._wanted = (index, num_bytes)
                 while not self._is_stopped and not self._has_slack():
@@ -91,7 +92,7 @@ class Packer:
 
     def end(self) -> None:
         """No prompt follows."""
-        with self._changed:
+        with self._lock:
             self._is_ended = True
             self._changed.notify_all()
 
@@ -99,7 +100,7 @@ class Packer:
 
     def take(self, limit: int, *, wait: bool) -> Sequence[Prompt]:
         """Up to `limit` prompts in packed order, with their expected lengths."""
-        with self._changed:
+        with self._lock:
             if wait and not self._wait_for_prompt():
                 return ()
             taken: list[Waiting] = []
@@ -115,12 +116,12 @@ class Packer:
 
     def has_prompt(self) -> bool:
         """Waits until a prompt is there (true) or none will come (false)."""
-        with self._changed:
+        with self._lock:
             return self._wait_for_prompt()
 
     def finish(self, completion: Completion) -> Waiting:
         """Takes note of a finished row and returns what was put for it."""
-        with self._changed:
+        with self._lock:
             waiting = self._taken.pop(completion.index)
             self._finished.add(completion.index)
             if self._unfinished[0] == completion.index:
@@ -133,7 +134,7 @@ class Packer:
 
     def stop(self) -> None:
         """Lets both sides go: `put` raises, `take` gives nothing."""
-        with self._changed:
+        with self._lock:
             self._is_stopped = True
             self._changed.notify_all()
 

@@ -114,8 +114,9 @@ class PromptMaker:
         places: list[int] = []
         firsts: dict[tuple[int, int], int] = {}  # of the samples of a row
         others: list[tuple[int, int]] = []  # places of a sample and of its row's first
+        has_samples = any(row.sample for row in rows)
         for place, row in enumerate(rows):
-            first = firsts.setdefault((row.file, row.number), place)
+            first = firsts.setdefault((row.file, row.number), place) if has_samples else place
             if first != place and row.sample:
                 others.append((place, first))
                 continue
@@ -176,6 +177,8 @@ class PromptMaker:
 
     def _sampled(self, row: Row) -> tuple[SamplingParams, int]:
         """The row's parameters before the budget, and its seed."""
+        if self._batch is None and not self._sampling.columns:
+            return self._sampling.params, self._sampling.seed
         given = self._sampling.from_columns(row.values)
         if self._batch is not None:
             given |= self._batch.sampling(row.values)
