@@ -29,8 +29,9 @@ def clear_output(store: Store) -> None:
             store.remove(segment.path)
         store.sync_folder(segments)
     beside = (summary_path, progress_path, series_path, report_path)
-    for path in (ledger.path, *(path_of(store.root) for path_of in beside)):
-        store.remove(path)
+    ledger.remove()
+    for path_of in beside:
+        store.remove(path_of(store.root))
     store.sync_folder(store.own)
     store.remove(manifest)
     store.sync_folder(store.own)

@@ -6,6 +6,8 @@ from pathlib import Path
 
 from batchmla.errors import JobError
 from batchmla.jobs.input_file import Compression, Format, InputFile
+from batchmla.jobs.remote import ObjectFacts, RemotePath
+from batchmla.jobs.remote_input import reading
 
 _PACKED = ("", ".gz", ".zst")
 _JSONL_ENDINGS = tuple(name + packed for name in (".jsonl", ".ndjson") for packed in _PACKED)
@@ -68,12 +70,7 @@ def checked_file(path: str, root: str, wanted: str) -> InputFile:
             tail = stream.read(4)
     except OSError as fault:
         raise JobError(f"input file {path} cannot be read: {fault.strerror}") from None
-    kind = _format_of(path, wanted, head)
-    compression: Compression = "none"
-    if kind == "parquet":
-        _check_parquet(path, head, tail)
-    elif kind != "arrow":
-        compression = _check_text(path, head, kind)
+    kind, compression = _kind_of(path, wanted, head, tail)
     return InputFile(
         path=path,
         name=Path(os.path.relpath(os.path.abspath(path), root)).as_posix(),
@@ -82,6 +79,31 @@ def checked_file(path: str, root: str, wanted: str) -> InputFile:
         size_bytes=status.st_size,
         mtime_ns=status.st_mtime_ns,
     )
+
+
+def checked_object(facts: ObjectFacts, name: str, wanted: str) -> InputFile:
+    """The same of an object in a store, which is called `name`; its end is not looked at."""
+    with reading(facts.url), RemotePath(facts.url).open("rb", buffering=1024) as stream:
+        head = stream.read(1024)
+    kind, compression = _kind_of(facts.url, wanted, head, None)
+    return InputFile(
+        path=facts.url,
+        name=name,
+        format=kind,
+        compression=compression,
+        size_bytes=facts.num_bytes,
+        mtime_ns=facts.mtime_ns,
+        tag=facts.tag,
+    )
+
+
+def _kind_of(path: str, wanted: str, head: bytes, tail: bytes | None) -> tuple[Format, Compression]:
+    """By the name, checked by the first bytes and, where they are given, the last ones."""
+    kind = _format_of(path, wanted, head)
+    if kind == "parquet":
+        _check_parquet(path, head, tail)
+    is_text = kind not in ("parquet", "arrow")
+    return kind, _check_text(path, head, kind) if is_text else "none"
 
 
 def _format_of(path: str, wanted: str, head: bytes) -> Format:
@@ -129,13 +151,13 @@ def _is_text(head: bytes) -> bool:
     return head.count(b"\0") * 4 <= len(head)
 
 
-def _check_parquet(path: str, head: bytes, tail: bytes) -> None:
+def _check_parquet(path: str, head: bytes, tail: bytes | None) -> None:
     if not head.startswith(b"PAR1"):
         raise JobError(
             f"input file {path} is not Parquet: it holds {_content(head)}; "
             "name it by what it holds or set input.format"
         )
-    if tail != b"PAR1":
+    if tail not in (b"PAR1", None):
         raise JobError(f"input file {path} is cut short: it has no Parquet footer; write it again")
 
 

@@ -7,17 +7,29 @@ import fnmatch
 import glob
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from batchmla.errors import JobError
 from batchmla.jobs.dataset_files import SCHEME, cached_shards, is_saved, saved_shards
-from batchmla.jobs.file_kind import KIND_WORDS, checked_file, is_wanted, kind_words
+from batchmla.jobs.file_kind import (
+    KIND_WORDS,
+    checked_file,
+    checked_object,
+    is_wanted,
+    kind_words,
+)
 from batchmla.jobs.input_file import InputFile
+from batchmla.jobs.remote import ObjectFacts, local_text
+from batchmla.jobs.remote_calls import is_url
+from batchmla.jobs.remote_input import list_objects, object_names, reads_object
 from batchmla.jobs.settings import InputSettings
 from batchmla.jobs.wording import nearest
 
 logger = logging.getLogger(__name__)
+
+_MOST_CALLS = 16  # to a store at a time
 
 
 def find_files(
@@ -32,7 +44,9 @@ def find_files(
     roots: list[str] = []
     again: list[str] = []
     shards: set[str] = set()
-    for entry in settings.paths:
+    objects: dict[str, ObjectFacts] = {}  # by URL, of those in a store
+    output = None if output is None else local_text(output)
+    for entry in map(local_text, settings.paths):
         if output is not None and _reads(entry, wanted, os.path.join(output, part)):
             raise JobError(
                 f"output.path {output} lies within input.path {entry}: the job would read its own "
@@ -41,22 +55,67 @@ def find_files(
         if _is_dataset(entry, wanted):
             root, found = _shards(entry)
             shards.update(found)
+        elif is_url(entry):
+            root, found = _expand_url(entry, wanted, objects)
         else:
             root, found = _expand(entry, wanted)
-        roots.append(os.path.abspath(root))
-        again.extend(p for p in found if listed.setdefault(os.path.realpath(p), p) != p)
+        roots.append(root if is_url(root) else os.path.abspath(root))
+        again.extend(p for p in found if listed.setdefault(_real_path(p), p) != p)
     if again:
         more = f" and {len(again) - 1} others" if len(again) > 1 else ""
         logger.warning("input file %s%s: named twice, read once", again[0], more)
-    top = os.path.commonpath(roots)
-    files = tuple(
-        checked_file(path, top, "dataset" if path in shards else wanted) for path in listed.values()
-    )
+    files = _checked(list(listed.values()), roots, objects, shards, wanted)
     kinds = {file.format: file.path for file in files}
     if len(kinds) > 1:
         mixed = " and ".join(f"{KIND_WORDS[kind]} ({kinds[kind]})" for kind in sorted(kinds)[::-1])
         raise JobError(f"input.path mixes {mixed}; name one kind with a glob or set input.format")
     return files
+
+
+def _checked(
+    paths: Sequence[str],
+    roots: Sequence[str],
+    objects: Mapping[str, ObjectFacts],
+    shards: Collection[str],
+    wanted: str,
+) -> tuple[InputFile, ...]:
+    """The facts of every file, looked at; many objects at a time, as each takes a while."""
+    local = [root for root in roots if not is_url(root)]
+    top = os.path.commonpath(local) if local else ""
+    names = {url: url for url in objects}
+    if objects and not local:
+        names = object_names(list(objects), roots)
+
+    def checked(path: str) -> InputFile:
+        if path in objects:
+            return checked_object(objects[path], names[path], wanted)
+        return checked_file(path, top, "dataset" if path in shards else wanted)
+
+    if not objects:
+        return tuple(map(checked, paths))
+    with ThreadPoolExecutor(_MOST_CALLS) as pool:
+        return tuple(pool.map(checked, paths))
+
+
+def _expand_url(entry: str, wanted: str, objects: dict[str, ObjectFacts]) -> tuple[str, list[str]]:
+    """The root and the URLs of an entry in a store; what it says of them goes into `objects`."""
+    listing = list_objects(entry)
+    found = [facts.url for facts in listing.objects]
+    if not listing.is_one:
+        is_given = glob.has_magic(entry) and wanted != "auto"
+        found = _plain_names(found) if is_given else _only_data(found, entry, wanted)
+    if not found:
+        raise JobError(f"input.path {entry} holds no {kind_words(wanted)} file")
+    objects.update({facts.url: facts for facts in listing.objects if facts.url in set(found)})
+    return listing.root, found
+
+
+def _plain_names(paths: list[str]) -> list[str]:
+    return [path for path in paths if not _has_stray([os.path.basename(path)])]
+
+
+def _real_path(path: str) -> str:
+    return path if is_url(path) else os.path.realpath(path)
 
 
 def _is_dataset(entry: str, wanted: str) -> bool:
@@ -86,9 +145,13 @@ def _shards(entry: str) -> tuple[str, list[str]]:
 
 def _reads(entry: str, wanted: str, part: str) -> bool:
     """Whether `entry` would find the file `part` of a job's output."""
-    takes_all = wanted != "auto" and not os.path.isdir(entry)  # a glob with a given format
+    is_prefix = is_url(entry) and not glob.has_magic(entry)
+    is_folder = is_prefix or os.path.isdir(entry)
+    takes_all = wanted != "auto" and not is_folder  # a glob with a given format
     if not takes_all and not is_wanted(os.path.basename(part), wanted):
         return False
+    if is_url(entry) or is_url(part):
+        return is_url(entry) and is_url(part) and reads_object(entry, part)
     part = os.path.join(os.path.realpath(os.path.dirname(part)), os.path.basename(part))
     if os.path.isdir(entry):
         return _is_walked(entry, part)
@@ -150,10 +213,7 @@ def _expand(entry: str, wanted: str) -> tuple[str, list[str]]:
             found.append(path)
         elif "**" not in entry:
             found.extend(_folder_files(path, wanted, needs_some=False))
-    if wanted == "auto":
-        found = _only_data(found, entry)
-    else:
-        found = [path for path in found if not _has_stray([os.path.basename(path)])]
+    found = _only_data(found, entry) if wanted == "auto" else _plain_names(found)
     if not found:
         raise JobError(
             f"input.path {entry} matches no {kind_words(wanted)} file{_near_path(entry)}"

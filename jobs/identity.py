@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 import pyarrow as pa
 
 from batchmla.jobs.input_file import InputFile, read_blocks, stat_file
+from batchmla.jobs.remote_calls import is_url
 
 MOST_BYTES = 128 << 20  # of a columnar file whose rows are digested: up to a few seconds
 
@@ -22,9 +23,16 @@ _BLOCK_ROWS = 4096
 
 
 def fingerprint(files: Iterable[InputFile], known: Digests) -> dict[str, str]:
-    """Place, size and content digest by file name; what is not `known` is read and added there."""
+    """Place, size and content digest by file name; what is not `known` is read and added there.
+
+    An object in a store is not read: the tag that the store keeps of its content is taken.
+    """
     found: dict[str, str] = {}
     for place, file in enumerate(files, start=1):
+        if is_url(file.path):
+            content = f"modified {file.mtime_ns}" if file.tag is None else f"tag {file.tag}"
+            found[file.name] = f"file {place}, {file.size_bytes} bytes, {content}"
+            continue
         size_bytes, mtime_ns = stat_file(file)
         key = (file.path, size_bytes, mtime_ns)
         if key not in known:

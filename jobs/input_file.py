@@ -3,9 +3,12 @@
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import BinaryIO, Literal
 
 from batchmla.errors import JobError
+from batchmla.jobs.remote import ObjectFacts, RemotePath, open_ranges
+from batchmla.jobs.remote_calls import is_url
+from batchmla.jobs.remote_input import reading
 
 Format = Literal["parquet", "jsonl", "csv", "openai_batch", "arrow"]
 Compression = Literal["none", "gzip", "zstd"]
@@ -21,11 +24,15 @@ class InputFile:
     compression: Compression = "none"
     size_bytes: int
     mtime_ns: int
+    tag: str | None = None  # of an object in a store: changes with its content
     num_rows: int | None = None
 
 
 def stat_file(file: InputFile) -> tuple[int, int]:
     """Its size in bytes and its modification time in nanoseconds, now."""
+    if is_url(file.path):
+        facts = _facts(file)
+        return facts.num_bytes, facts.mtime_ns
     try:
         status = os.stat(file.path)
     except OSError as fault:
@@ -35,14 +42,34 @@ def stat_file(file: InputFile) -> tuple[int, int]:
 
 def check_unchanged(file: InputFile) -> None:
     """Refuse a file that is not the one that was opened first."""
-    if stat_file(file) != (file.size_bytes, file.mtime_ns):
+    if is_url(file.path) and file.tag is not None:
+        facts = _facts(file)
+        is_same = (facts.num_bytes, facts.tag) == (file.size_bytes, file.tag)
+    else:
+        is_same = stat_file(file) == (file.size_bytes, file.mtime_ns)
+    if not is_same:
         raise JobError(f"input file {file.path} changed while the job ran; run the job again")
+
+
+def _facts(file: InputFile) -> ObjectFacts:
+    with reading(file.path):
+        facts = RemotePath(file.path).facts()
+    if facts is None:
+        raise JobError(f"input file {file.path} is gone: no object has that name")
+    return facts
+
+
+def open_file(file: InputFile) -> BinaryIO:
+    """Its bytes as stored, from front to back; an object's in ranges as they are asked for."""
+    if is_url(file.path):
+        return open_ranges(RemotePath(file.path))
+    return open(file.path, "rb", buffering=1 << 20)
 
 
 def read_blocks(file: InputFile, block_bytes: int = 1 << 20) -> Iterator[bytes]:
     """The file's bytes as stored, for a digest."""
     try:
-        with open(file.path, "rb") as stream:
+        with open_file(file) as stream:
             while block := stream.read(block_bytes):
                 yield block
     except OSError as fault:

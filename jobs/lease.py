@@ -17,17 +17,19 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 from batchmla.errors import BatchmlaError, JobError
+from batchmla.jobs.holder import STALE_S, Holder, lease_path
+from batchmla.jobs.remote import RemotePath
+from batchmla.jobs.remote_lease import RemoteLease, remote_holder
+from batchmla.jobs.remote_store import RemoteStore
 from batchmla.jobs.store import Store, storage_errors
 
-STALE_S = 60.0
 _BEAT_S = 5.0
 _WAIT_S = 0.5  # for those who only look at the lock
 _WATCH_S = 12.0  # clocks of two hosts may differ: a stale holder is watched for two beats first
@@ -36,26 +38,12 @@ _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 
 _LOG = logging.getLogger(__name__)
 
-
-def lease_path(output: Path) -> Path:
-    return output / "_batchmla" / "lease"
+__all__ = ["STALE_S", "Holder", "Lease", "is_held", "lease_of", "lease_path"]
 
 
-@dataclass(frozen=True, slots=True)
-class Holder:
-    """Who has, or had, the lease. `age_s`: since it was last heard of."""
-
-    host: str
-    pid: int
-    age_s: float
-
-    @property
-    def is_stale(self) -> bool:
-        """Silent for so long that it is taken to be dead."""
-        return self.age_s > STALE_S
-
-    def __str__(self) -> str:
-        return f"host {self.host}, pid {self.pid}, seen {max(0.0, self.age_s):.0f} s ago"
+def lease_of(store: Store, is_stopping: Callable[[], bool]) -> "Lease | RemoteLease":
+    """The lease for an output folder of any place, to be held with `with`."""
+    return RemoteLease(store, is_stopping) if isinstance(store, RemoteStore) else Lease(store)
 
 
 class Lease:
@@ -179,6 +167,9 @@ class Lease:
 
 def is_held(output: Path) -> bool:
     """Whether a run works in `output` now."""
+    if isinstance(output, RemotePath):
+        found = remote_holder(output)
+        return found is not None and not found.is_stale
     try:
         descriptor = os.open(lease_path(output), os.O_RDONLY)
     except OSError:

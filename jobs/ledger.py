@@ -16,6 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchmla.errors import JobError
+from batchmla.jobs.remote import files_in, parquet_source
 from batchmla.jobs.store import Store, storage_errors
 
 _PART = re.compile(r"part-(\d{5,})\.(parquet|jsonl)")
@@ -75,6 +76,10 @@ class Ledger:
         self._store.append(self.path, b"\n" + line + b"\n")  # the last line may be cut off
         return stamped
 
+    def remove(self) -> None:
+        """Forgets every part."""
+        self._store.remove_appended(self.path)
+
     def read(self) -> list[Part]:
         """The newest version of every part ever announced, by number."""
         return [versions[-1] for versions in self._versions()]
@@ -116,12 +121,8 @@ class Ledger:
 
     def _versions(self) -> list[list[Part]]:
         """Per part, by number, every version, the newest last. A line cut off is no line."""
-        if not self.path.exists():
-            return []
         parts: dict[int, list[Part]] = {}
-        with storage_errors(self.path):
-            data = self.path.read_bytes()
-        for line in data.split(b"\n"):
+        for line in self._store.read_appended(self.path).split(b"\n"):
             try:
                 raw = json.loads(line)
                 part = Part(**{**raw, "tally": Tally(**raw["tally"])})
@@ -131,7 +132,7 @@ class Ledger:
         return [parts[number] for number in sorted(parts)]
 
     def _refuse_foreign(self, ours: set[str]) -> None:
-        for path in sorted(self._store.root.iterdir()):
+        for path in sorted(files_in(self._store.root)):
             if _PART.fullmatch(path.name) and path.name not in ours:
                 raise JobError(
                     f"{path} was not written by this job; move it away, or choose another "
@@ -161,7 +162,7 @@ def _is_sound(path: Path, part: Part, schema: pa.Schema) -> bool:
     if part.ending == "jsonl":
         return _has_lines(path, part.stop - part.start)
     try:
-        file = pq.ParquetFile(path)
+        file = pq.ParquetFile(parquet_source(path))
     except (OSError, pa.ArrowException):
         return False
     return bool(file.metadata.num_rows == part.stop - part.start) and bool(

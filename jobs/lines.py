@@ -9,7 +9,7 @@ from typing import BinaryIO, cast
 import pyarrow as pa
 
 from batchmla.errors import JobError
-from batchmla.jobs.input_file import InputFile, check_unchanged
+from batchmla.jobs.input_file import InputFile, check_unchanged, open_file
 
 MAX_LINE_BYTES = 256 << 20
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
@@ -56,8 +56,8 @@ def read_lines(file: InputFile, *, keeps_ends: bool = False) -> Iterator[tuple[i
 
 def _opened(file: InputFile) -> BinaryIO:
     if file.compression == "gzip":
-        return cast(BinaryIO, gzip.open(file.path, "rb"))
+        return cast(BinaryIO, gzip.open(open_file(file), "rb"))
     if file.compression == "zstd":
-        stream = pa.CompressedInputStream(pa.OSFile(file.path), "zstd")
+        stream = pa.CompressedInputStream(pa.PythonFile(open_file(file), mode="r"), "zstd")
         return cast(BinaryIO, io.BufferedReader(stream, 1 << 20))
-    return open(file.path, "rb", buffering=1 << 20)
+    return open_file(file)

@@ -16,12 +16,12 @@ from batchmla.jobs.manifest import model_fingerprint
 from batchmla.jobs.options import engine_options
 from batchmla.jobs.prompt import PromptMaker
 from batchmla.jobs.read import InputTable, open_job_input
+from batchmla.jobs.remote_store import store_at
 from batchmla.jobs.row import Row
 from batchmla.jobs.rowtext import Answer
 from batchmla.jobs.sampling import read_generation_config, resolve_sampling
 from batchmla.jobs.seams import LoadedEngine, Seams, Table
 from batchmla.jobs.spec import JobSpec
-from batchmla.jobs.store import Store
 from batchmla.models.load import check_model
 from batchmla.text.chat import ChatTemplate, find_template
 from batchmla.text.formats.registry import choose_format
@@ -174,7 +174,7 @@ def describe_engine(config: EngineConfig) -> dict[str, Any]:
 
 def local_seams() -> Seams:
     return Seams(
-        store=Store,
+        store=store_at,
         table=open_job_input,
         text=local_text,
         engine=local_engine,

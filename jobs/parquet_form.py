@@ -7,6 +7,7 @@ import pyarrow.parquet as pq
 
 from batchmla.errors import JobError
 from batchmla.jobs.input_file import InputFile, check_unchanged
+from batchmla.jobs.remote import BLOCK_BYTES, RemotePath, parquet_source, place_of
 
 _BATCH_BYTES = 8 << 20
 
@@ -47,7 +48,9 @@ class ParquetForm:
 
 def _open(file: InputFile) -> pq.ParquetFile:
     try:
-        return pq.ParquetFile(file.path, buffer_size=1 << 20, memory_map=False)
+        place = place_of(file.path)
+        block_bytes = BLOCK_BYTES if isinstance(place, RemotePath) else 1 << 20
+        return pq.ParquetFile(parquet_source(place), buffer_size=block_bytes, memory_map=False)
     except (pa.ArrowException, OSError) as fault:
         raise _damaged(file, fault) from None
 

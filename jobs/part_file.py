@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchmla.jobs.json_values import json_line, json_values
+from batchmla.jobs.remote import parquet_source
 
 _BATCH_ROWS = 2048
 
@@ -51,7 +52,8 @@ class ParquetParts:
     def read(self, path: Path) -> Iterator[tuple[pa.Table | None, pa.Table]]:
         """Both, as they are in the file."""
         carried = self._schema.names[: len(self._schema) - len(self._own)]
-        for batch in pq.ParquetFile(path, pre_buffer=False).iter_batches(_BATCH_ROWS):
+        file = pq.ParquetFile(parquet_source(path), pre_buffer=False)
+        for batch in file.iter_batches(_BATCH_ROWS):
             table = pa.Table.from_batches([batch])
             ours = table.select([self._prefix + name for name in self._own.names])
             yield table.select(carried), ours.rename_columns(self._own.names).cast(self._own)
@@ -59,7 +61,7 @@ class ParquetParts:
     def own(self, path: Path, names: Sequence[str]) -> pa.Table:
         """Read column by column."""
         columns = [self._prefix + name for name in names]
-        table = pq.read_table(path, columns=columns, partitioning=None)
+        table = pq.read_table(parquet_source(path), columns=columns, partitioning=None)
         return table.rename_columns(list(names))
 
 

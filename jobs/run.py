@@ -17,7 +17,7 @@ from batchmla.errors import BatchmlaError, ExitCode, JobError
 from batchmla.jobs.clear import clear_output
 from batchmla.jobs.ending import ending
 from batchmla.jobs.journal import Journal
-from batchmla.jobs.lease import Lease
+from batchmla.jobs.lease import lease_of
 from batchmla.jobs.ledger import Ledger, Part
 from batchmla.jobs.loop import Loop
 from batchmla.jobs.manifest import (
@@ -32,6 +32,7 @@ from batchmla.jobs.openai_lines import BatchLines, url_of
 from batchmla.jobs.pack import Packer
 from batchmla.jobs.part_file import LineForm
 from batchmla.jobs.progress import ProgressKind, Snapshot, Ticker, make_view
+from batchmla.jobs.remote import place_of
 from batchmla.jobs.rowtext import RowText
 from batchmla.jobs.runlog import log_only, run_log
 from batchmla.jobs.samples import SampledTable
@@ -82,12 +83,13 @@ def run_job(
         from batchmla.jobs.local import local_seams  # late: it brings torch
 
         seams = local_seams()
-    output = Path(loaded.spec.output.path)
+    output = place_of(loaded.spec.output.path)
     store = seams.store(output)
     with Signals() as signals:
         try:
             made = store.open()
-            with closing(store), Lease(store), run_log(output), _nothing_left(store, made):
+            lease = lease_of(store, signals.is_stopping)
+            with closing(store), lease, run_log(store), _nothing_left(store, made):
                 return _Run(loaded, wishes, store, signals, progress, seams).go()
         except StopRun:
             return stopped_early(output, Ledger(store).tally(), signals.signum or 0)

@@ -5,7 +5,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from batchmla.jobs.store import storage_errors
+from batchmla.jobs.remote_store import RemoteStore
+from batchmla.jobs.store import Store, storage_errors
 
 _ONLY_FILE = "batchmla.jobs.runlog.only"  # what is logged under this name is not for the console
 
@@ -22,12 +23,32 @@ class _LogFile(logging.FileHandler):
             super().close()
 
 
-@contextmanager
-def run_log(output: Path) -> Iterator[None]:
-    """Adds the file to the package's loggers inside `with`; other handlers stay as they are."""
-    path = output / "_batchmla" / "run.log"
+class _LogObject(logging.Handler):
+    """The same in an object store, which gets the lines some seconds later."""
+
+    def __init__(self, store: RemoteStore, path: Path) -> None:
+        super().__init__()
+        self._store = store
+        self._path = path
+        store.append_soft(path, b"")  # what earlier runs wrote is read now
+
+    def emit(self, record: logging.LogRecord) -> None:
+        line = self.format(record) + "\n"
+        self._store.append_soft(self._path, line.encode(errors="replace"))
+
+
+def _handler(store: Store) -> logging.Handler:
+    path = store.own / "run.log"
+    if isinstance(store, RemoteStore):
+        return _LogObject(store, path)
     with storage_errors(path):
-        handler = _LogFile(path, encoding="utf-8")
+        return _LogFile(path, encoding="utf-8")
+
+
+@contextmanager
+def run_log(store: Store) -> Iterator[None]:
+    """Adds the file to the package's loggers inside `with`; other handlers stay as they are."""
+    handler = _handler(store)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     logger = logging.getLogger("batchmla")
     level = logger.level

@@ -5,7 +5,6 @@ name   <first index>-<last index>.<round>.<run>-<number>.seg, all zero-padded
 schema metadata  batchmla.job = id of the job that made it
 """
 
-import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ import pyarrow.parquet as pq
 
 from batchmla.errors import JobError
 from batchmla.jobs.columns import Finished, finished_table
+from batchmla.jobs.remote import files_in, whole_source
 from batchmla.jobs.store import Store, storage_errors
 
 _NAME = re.compile(r"(\d{12})-(\d{12})\.(\d{3})\.([0-9a-f]{8})-(\d{6})\.seg")
@@ -58,8 +58,7 @@ class Segment:
 def list_segments(folder: Path) -> list[Segment]:
     """Every file with a segment's name in `folder`, winners first."""
     with storage_errors(folder):
-        files = [each for each in os.scandir(folder) if each.is_file()] if folder.exists() else []
-    found = [Segment.of(Path(each.path)) for each in files]
+        found = [Segment.of(path) for path in files_in(folder)]
     return sorted((segment for segment in found if segment), key=lambda each: each.precedence)
 
 
@@ -95,7 +94,7 @@ def read_segment(segment: Segment, schema: pa.Schema, job: str) -> pa.Table:
     `BadSegment` when it is not what it says; a `JobError` when it is sound, but another job's.
     """
     try:
-        file = pq.ParquetFile(segment.path, page_checksum_verification=True)
+        file = pq.ParquetFile(whole_source(segment.path), page_checksum_verification=True)
         owner = (file.schema_arrow.metadata or {}).get(_JOB_KEY)
         if owner is None or not file.schema_arrow.equals(schema):
             raise BadSegment("it is no segment of this version")

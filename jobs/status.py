@@ -18,8 +18,9 @@ from batchmla.jobs.lease import is_held
 from batchmla.jobs.ledger import Ledger, Tally
 from batchmla.jobs.manifest import read_manifest
 from batchmla.jobs.progress import format_s, progress_path
+from batchmla.jobs.remote import place_of, whole_source
+from batchmla.jobs.remote_store import store_at
 from batchmla.jobs.segments import BadSegment, list_segments, read_segment
-from batchmla.jobs.store import Store
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +52,7 @@ class Status:
 
 def read_status(output: Path) -> Status:
     """Reads what is there; writes nothing and takes no lease."""
-    output = Path(output)
+    output = place_of(output)
     _check_folder(output)
     manifest = read_manifest(output)
     if manifest is None:
@@ -152,13 +153,13 @@ def _state(status: Status) -> str:
 def _finished(output: Path, job_id: str) -> tuple[Tally, int]:
     """Sums over published parts and over the segments of rows that no part holds."""
     tally, done, num_parts = Tally(), DoneRows(), 0
-    for part in Ledger(Store(output)).present():
+    for part in Ledger(store_at(output)).present():
         done.mark_range(part.start, part.stop)
         tally.add(part.tally)
         num_parts += 1
     for segment in list_segments(output / "_batchmla" / "segments"):
         try:
-            schema = pq.read_schema(segment.path).remove_metadata()
+            schema = pq.read_schema(whole_source(segment.path)).remove_metadata()
             table = read_segment(segment, schema, job_id)
         except (BadSegment, JobError, OSError, pa.ArrowException):
             continue  # the run says so, and does its rows again; it may also have gone meanwhile

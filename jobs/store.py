@@ -14,7 +14,7 @@ from typing import Literal
 
 from batchmla.errors import JobError, StorageError
 
-Effect = Literal["mkdir", "create", "sync", "rename", "append", "overwrite", "remove"]
+Effect = Literal["mkdir", "create", "sync", "rename", "append", "overwrite", "remove", "put"]
 
 _REASONS = {
     errno.ENOSPC: "the disk is full; free some space",
@@ -188,6 +188,15 @@ class Store:
             self._sync(target)
             if is_new:
                 self._sync(target.parent)
+
+    def read_appended(self, target: Path) -> bytes:
+        """The lines that all runs have added to `target` by `append`, none where it is missing."""
+        with storage_errors(target):
+            return target.read_bytes() if target.exists() else b""
+
+    def remove_appended(self, target: Path) -> None:
+        """Deletes what `append` has made of `target`."""
+        self.remove(target)
 
     def append_soft(self, target: Path, data: bytes) -> None:
         """Adds `data` to the end of `target`, without waiting for the disk."""

@@ -23,13 +23,11 @@ def _is_filled(value: Any) -> bool:
 
 
 def _is_url(value: Any) -> bool:
-    values = value if isinstance(value, list | tuple) else [value]
-    return any(isinstance(text, str) and _URL.match(text) is not None for text in values)
+    return isinstance(value, str) and _URL.match(value) is not None
 
 
-def _is_store(value: Any) -> bool:
-    values = value if isinstance(value, list | tuple) else [value]
-    return any(_is_url(one) and not one.startswith("hf://") for one in values)
+def _is_hub(value: Any) -> bool:
+    return isinstance(value, str) and value.startswith("hf://")
 
 
 def _is_mapped(value: Any) -> bool:
@@ -68,7 +66,6 @@ UNBUILT = (
     Unbuilt("model.parallel.expert", _differs(1), "leave it at 1"),
     Unbuilt("model.parallel.attention_data", _differs(1), "leave it at 1"),
     Unbuilt("model.speculative", _equals("mtp"), "leave it at off"),
-    Unbuilt("input.path", _is_store, "give files on a local disk, or a data set as hf://"),
     Unbuilt("prompt.tools", _is_given, "leave it out"),
     Unbuilt("sampling.frequency_penalty", _differs(0.0), "leave it at 0"),
     Unbuilt("sampling.presence_penalty", _differs(0.0), "leave it at 0"),
@@ -86,7 +83,7 @@ UNBUILT = (
     Unbuilt("executor.kind", _equals("ray"), "leave it at local"),
     Unbuilt("executor.replicas", _differs(1), "leave it at 1"),
     Unbuilt("executor.address", lambda value: value not in (None, "auto"), "leave it at auto"),
-    Unbuilt("output.path", _is_url, "give a folder on a local disk"),
+    Unbuilt("output.path", _is_hub, "give a local folder, s3://BUCKET/… or gs://BUCKET/…"),
 )
 
 

@@ -233,7 +233,7 @@ def test_all_faults_come_at_once_in_the_order_of_the_file(tmp_path: Path) -> Non
     [
         "model.path=s3://bucket/model", "model.kv_cache_dtype=fp8", "model.parallel=auto",
         "model.parallel.tensor=2", "model.parallel.expert=8", "model.parallel.attention_data=2",
-        "model.speculative=mtp", "input.path=s3://b/x.parquet", "input.path=[a.jsonl, gs://b/x]",
+        "model.speculative=mtp",
         "prompt.tools=tools.json", 
          "sampling.n={column: t}",
         "sampling.frequency_penalty={column: t}", "sampling.stop={column: t}",
@@ -244,7 +244,7 @@ def test_all_faults_come_at_once_in_the_order_of_the_file(tmp_path: Path) -> Non
         "reasoning.loop_guard=8", "reasoning.stop_in_reasoning=true",
         "executor.kind=ray", "executor.replicas=2",
         "executor.replicas={min: 1, max: 8}", "executor.address=ray://x",
-        "output.path=s3://b/out",
+        "output.path=hf://someone/out",
     ],
 )  # fmt: skip
 def test_values_of_unbuilt_features_are_refused_by_name(tmp_path: Path, override: str) -> None:
