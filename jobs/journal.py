@@ -18,6 +18,7 @@ import pyarrow.compute as pc
 from batchmla.errors import StorageError
 from batchmla.jobs.columns import COUNTS, Finished, segment_schema
 from batchmla.jobs.done import DoneRows
+from batchmla.jobs.kept_tables import KeptTables
 from batchmla.jobs.ledger import Part, Tally
 from batchmla.jobs.segments import (
     BadSegment,
@@ -30,6 +31,7 @@ from batchmla.jobs.segments import (
 from batchmla.jobs.store import Store, storage_errors
 
 _UNPACKED = 4  # bytes in memory for a byte in a segment, about
+_KEPT_BYTES = 64 << 20  # of segments that overlap several parts
 
 _LOG = logging.getLogger(__name__)
 
@@ -74,6 +76,7 @@ class Journal:
         self._token_ids = token_ids
         self._pace = pace
         self._segments: list[Segment] = []
+        self._kept = KeptTables(_KEPT_BYTES)
         self._last_round = 0
         self._run = secrets.token_hex(4)
         self._num_written = 0
@@ -194,6 +197,7 @@ class Journal:
         dropped = [segment for segment in list_segments(self.folder) if is_over(segment)]
         for segment in dropped:
             self._store.remove(segment.path)
+            self._kept.drop(segment.path)
         if dropped:
             self._store.sync_folder(self.folder)
         self._segments = [segment for segment in self._segments if not is_over(segment)]
@@ -203,16 +207,13 @@ class Journal:
         return sorted(held, key=lambda segment: segment.precedence)
 
     def _slice(self, segment: Segment, start: int, stop: int) -> pa.Table:
-        try:
-            table = read_segment(segment, self.schema, self._job)
-        except BadSegment as error:
-            raise StorageError(
-                f"{segment.path} could be read before and cannot any more ({error}); run the same "
-                f"command again: its rows are done anew"
-            ) from error
+        table = self._kept.get(segment.path)
+        if table is None:
+            table = self._read(segment)
+            if not start <= segment.first <= segment.last < stop:  # another part needs it, too
+                self._kept.keep(segment.path, table)
         index = table.column("index").to_numpy()
         low, high = np.searchsorted(index, [start, stop])
-        table = table.replace_schema_metadata(None)
         if high - low == table.num_rows:
             return table
         return table.take(pa.array(np.arange(low, high)))  # a copy: a slice would keep all of it
@@ -221,6 +222,16 @@ class Journal:
         table = self._slice(segment, segment.first, segment.last + 1)
         table = table.select(["index", *COUNTS, "error"])
         return table.filter(pc.is_valid(table.column("error")))
+
+    def _read(self, segment: Segment) -> pa.Table:
+        try:
+            table = read_segment(segment, self.schema, self._job)
+        except BadSegment as error:
+            raise StorageError(
+                f"{segment.path} could be read before and cannot any more ({error}); run the same "
+                f"command again: its rows are done anew"
+            ) from error
+        return table.replace_schema_metadata(None)
 
     def _read_or_warn(self, segment: Segment) -> pa.Table | None:
         try:

@@ -13,6 +13,7 @@ from typing import Any
 
 from batchmla.core import Completion, Engine, EngineStats, Prompt
 from batchmla.jobs.channel import Channel, Closed
+from batchmla.jobs.collector import rare_collections
 from batchmla.jobs.columns import Finished
 from batchmla.jobs.journal import Journal
 from batchmla.jobs.pack import Packer, Stopped, Waiting
@@ -98,7 +99,8 @@ class Loop:
         feeder.start()
         try:
             if self._packer.has_prompt():
-                self._drive(load)
+                with rare_collections():
+                    self._drive(load)
             elif not self._signals.is_stopping() and not self._is_halted:
                 feeder.join()
         except StopRun:
