@@ -1,13 +1,14 @@
 # Two commands for a fresh machine; each sets up .venv by itself.
 #   make demo   runs the main job: purchase documents in, reasoning and answers out
 #   make test   lint, format, types, tests, examples
+#   make test-integrations   the examples for schedulers, with Airflow and Dagster themselves
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test lint types unit clean
+.PHONY: demo test lint types unit test-integrations clean
 
 # torch is asked for by its exact version: an open range would take a CUDA build of several GB
 $(STAMP): pyproject.toml constraints.txt
@@ -32,5 +33,15 @@ types: $(STAMP)
 unit: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -P -m pytest -q --durations=15
 
+# each library in an environment of its own, since they disagree about others
+test-integrations: $(STAMP)
+	set -e; for name in airflow dagster; do \
+		home=.venv-integrations/$$name; \
+		test -x $$home/bin/python || $(BIN)/python -m venv $$home; \
+		$$home/bin/python -m pip install --quiet --disable-pip-version-check \
+			-r examples/$$name/requirements.txt; \
+	done
+	OMP_NUM_THREADS=1 $(BIN)/python -P -m pytest -q -rs tests/examples/test_pipelines.py
+
 clean:
-	rm -rf $(VENV) .types build *.egg-info
+	rm -rf $(VENV) .venv-integrations .types build *.egg-info
