@@ -1,4 +1,4 @@
-# Two commands for a fresh machine; each sets up .venv by itself.
+# Commands for a fresh machine; each sets up .venv by itself.
 #   make demo   runs the main job: purchase documents in, reasoning and answers out
 #   make test   lint, format, types, tests, examples
 #   make test-integrations   the examples for schedulers, with Airflow and Dagster themselves
