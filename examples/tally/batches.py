@@ -15,6 +15,9 @@ POOL_DOCUMENTS = 768
 CUT_SHARE = 0.08
 COPYING_WEIGHT = 3.0
 """What a token copied from the line above weighs in the loss, against one of the sums."""
+LABEL_WEIGHTS = {"C": 4.0, "D": 1.5, "E": 4.0, "F": 8.0}
+"""How many times more the tokens read after a label weigh: late items are rare, and C was learned
+last."""
 CLOSING_WEIGHT = 8.0
 """What a token of the total that closes the reasoning weighs: five of them, four look-ups."""
 
@@ -60,6 +63,7 @@ def token_weights(encoder: SampleEncoder, ids: list[int], reading_weight: float)
     reasoning.
     """
     weights, weight, num_pluses, before = [], reading_weight, 0, encoder.newline[0]
+    labels = {encoder.text_ids(label)[0]: factor for label, factor in LABEL_WEIGHTS.items()}
     for token in ids:
         if token == encoder.equals and before == encoder.newline[0]:
             weight = CLOSING_WEIGHT
@@ -70,6 +74,8 @@ def token_weights(encoder: SampleEncoder, ids: list[int], reading_weight: float)
         num_pluses += token == encoder.plus
         if token == encoder.newline[0]:
             weight = reading_weight
+        elif before == encoder.newline[0]:
+            weight *= labels.get(token, 1.0)
         before = token
     return weights
 
