@@ -280,9 +280,7 @@ def test_whole_numbers_meet_fractions_as_doubles(tmp_path: Path, order: tuple[in
 def test_whole_numbers_that_no_double_holds_are_refused_before_the_run(tmp_path: Path) -> None:
     put(tmp_path, {"v": [1, 2**53 + 1]}, "0.parquet")
     put(tmp_path, {"v": [0.5]}, "1.parquet")
-    with pytest.raises(
-        JobError, match=r"v is int64 in .*0\.parquet with values beyond 2\^53"
-    ):
+    with pytest.raises(JobError, match=r"v is int64 in .*0\.parquet with values beyond 2\^53"):
         table(tmp_path)
 
 
