@@ -211,6 +211,7 @@ def main() -> None:
     parser.add_argument("--small", action="store_true", help="fewer rows, layers and prompts")
     parser.add_argument("--only", choices=("differences", "cost"))
     parser.add_argument("--rows", type=int, default=200)
+    parser.add_argument("--random-rows", type=int, default=48, help="rows of the random model")
     parser.add_argument("--layers", type=int, default=FIELDS["num_hidden_layers"])
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--scale", type=int, default=1, help="every n-th prompt of a workload")
@@ -218,14 +219,14 @@ def main() -> None:
     parser.add_argument("--dtype", nargs="*", default=["bfloat16"], help="of the cost")
     args = parser.parse_args()
     if args.small:
-        args.rows, args.layers, args.turns, args.scale = 24, 3, 1, 4
+        args.rows, args.random_rows, args.layers, args.turns, args.scale = 24, 24, 3, 1, 4
     torch.set_num_threads(args.threads)
     schedules = [name for name in SCHEDULES if not args.small or "of 1" not in name]
     found: dict[str, Any] = {"settings": vars(args), "differences": [], "cost": []}
     with tempfile.TemporaryDirectory() as scratch:
         if args.only != "cost":
             print(f"{'rows':14} {'dtype':9} {'mode':8} {'schedule':18} differing")
-            for rows in (tally_rows(args.rows), random_rows(Path(scratch, "v3"), args.rows)):
+            for rows in (tally_rows(args.rows), random_rows(Path(scratch, "v3"), args.random_rows)):
                 for each in count_differences(rows, schedules):
                     found["differences"].append(each)
                     mode = "exact" if each["exact"] else "default"
