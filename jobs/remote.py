@@ -64,14 +64,20 @@ class RemotePath(PosixPath):
     def __fspath__(self) -> str:
         return str(self)
 
-    def facts(self) -> ObjectFacts | None:
-        """Of the object with exactly this name, None when there is none."""
+    def _info(self) -> dict[str, Any] | None:
         url, system = str(self), filesystem(str(self))
         try:
-            raw = call(url, lambda: system.info(url))
+            found: dict[str, Any] = call(url, lambda: system.info(url))
         except (FileNotFoundError, NotADirectoryError):
             return None
-        return None if raw["type"] == "directory" else ObjectFacts.of(url, raw)
+        return found
+
+    def facts(self) -> ObjectFacts | None:
+        """Of the object with exactly this name, None when there is none."""
+        raw = self._info()
+        if raw is None or raw["type"] == "directory":
+            return None
+        return ObjectFacts.of(str(self), raw)
 
     def entries(self) -> list[dict[str, Any]]:
         """What lies directly below, as fsspec lists it; nothing where nothing does."""
@@ -89,13 +95,14 @@ class RemotePath(PosixPath):
         return [self / posixpath.basename(each["name"]) for each in listed]
 
     def exists(self, *, follow_symlinks: bool = True) -> bool:
-        return self.is_file() or self.is_dir()
+        return self._info() is not None
 
     def is_file(self, *, follow_symlinks: bool = True) -> bool:
         return self.facts() is not None
 
     def is_dir(self, *, follow_symlinks: bool = True) -> bool:
-        return bool(self.entries())
+        raw = self._info()
+        return raw is not None and raw["type"] == "directory"
 
     def is_symlink(self) -> bool:
         return False

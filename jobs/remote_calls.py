@@ -8,11 +8,13 @@ as a `StorageError`. Credentials are the business of the store's own library and
 import errno
 import importlib
 import logging
+import os
 import random
 import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, TypeVar
 
 import fsspec
@@ -37,7 +39,11 @@ _LIBRARIES = {"botocore", "aiobotocore", "aiohttp", "gcsfs", "google", "requests
 _MISUSED = {"ParamValidationError", "InvalidRegionError", "UnknownServiceError"}
 _NO_CREDENTIALS = {"NoCredentialsError", "PartialCredentialsError", "ProfileNotFound"}
 _NO_CREDENTIALS |= {"CredentialRetrievalError", "DefaultCredentialsError", "RefreshError"}
-_TIMEOUTS = {"config_kwargs": {"connect_timeout": 10, "read_timeout": 30}}
+_S3_CLIENT = {  # what is tried again, and for how long, is settled here and nowhere below
+    "connect_timeout": 10,
+    "read_timeout": 30,
+    "retries": {"total_max_attempts": 1},
+}
 
 
 HURRIED_S = 5.0
@@ -55,12 +61,14 @@ class Patience:
     total_s: float = 120.0
     first_wait_s: float = 0.2
     most_wait_s: float = 15.0
+    least_attempts: int = 4  # also when one took longer than all may, as of a machine that slept
     is_hurried: Callable[[], bool] = _never  # from then on the end comes after HURRIED_S
 
-    @property
-    def left_s(self) -> float:
-        """How long all attempts may take, as things are now."""
-        return min(self.total_s, HURRIED_S) if self.is_hurried() else self.total_s
+    def is_over(self, took_s: float, attempts: int) -> bool:
+        """Whether there is to be no further attempt that begins `took_s` after the first."""
+        if self.is_hurried():
+            return took_s > min(self.total_s, HURRIED_S)
+        return took_s > self.total_s and attempts >= self.least_attempts
 
     def rest(self, wait_s: float) -> None:
         """Sleeps, but not on when the end has come nearer."""
@@ -74,7 +82,7 @@ class Patience:
         return longest_s * random.uniform(0.5, 1.0)
 
 
-ONCE = Patience(total_s=0.0)  # for what can be done without
+ONCE = Patience(total_s=0.0, least_attempts=1)  # for what can be done without
 BRIEF = Patience(total_s=30.0)  # for the first word with a store
 
 
@@ -92,10 +100,7 @@ def filesystem(url: str) -> Any:
     scheme = scheme_of(url)
     extra = _EXTRAS.get(scheme)
     try:
-        if extra is not None:
-            importlib.import_module(_NEEDS[extra])
-        options = _TIMEOUTS if extra == "s3" else {}
-        return fsspec.filesystem(scheme, use_listings_cache=False, **options)
+        return _filesystem(scheme, extra, os.getpid())
     except ImportError:
         what = f"batchmla[{extra}]" if extra else f"the package that fsspec needs for {scheme}://"
         raise JobError(f"{url} cannot be reached: run pip install '{what}' once") from None
@@ -106,6 +111,20 @@ def filesystem(url: str) -> Any:
         ) from None
     except Exception as error:  # of another library, when it looks for credentials
         raise _final(url, error) if _is_of_library(error) else error from error
+
+
+@cache
+def _filesystem(scheme: str, extra: str | None, pid: int) -> Any:
+    """One for all threads of the process `pid`: to make one takes a while."""
+    if extra is not None:
+        importlib.import_module(_NEEDS[extra])
+    if extra != "s3":
+        return fsspec.filesystem(scheme, use_listings_cache=False)
+    system = fsspec.filesystem(
+        scheme, use_listings_cache=False, max_concurrency=1, config_kwargs=_S3_CLIENT
+    )
+    system.retries = 1
+    return system
 
 
 def call(url: str, action: Callable[[], Result], patience: Patience | None = None) -> Result:
@@ -124,7 +143,7 @@ def call(url: str, action: Callable[[], Result], patience: Patience | None = Non
             if _is_final(error):
                 raise _final(url, error) from error
             wait_s = patience.wait_s(attempt)
-            if time.monotonic() + wait_s - began_s > patience.left_s:
+            if patience.is_over(time.monotonic() + wait_s - began_s, attempt + 1):
                 raise StorageError(
                     f"{url}: the store does not answer as it should ({_words(error)}), tried "
                     f"{attempt + 1} times; run the same command again when it does: finished rows "
