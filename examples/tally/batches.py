@@ -15,9 +15,8 @@ POOL_DOCUMENTS = 768
 CUT_SHARE = 0.08
 COPYING_WEIGHT = 3.0
 """What a token copied from the line above weighs in the loss, against one of the sums."""
-LABEL_WEIGHTS = {"C": 4.0, "D": 1.5, "E": 4.0, "F": 8.0}
-"""How many times more the tokens read after a label weigh: late items are rare, and C was learned
-last."""
+LABEL_WEIGHTS = {"D": 2.0, "E": 3.0, "G": 10.0, "H": 15.0}
+"""How many times more the tokens read after a label weigh: late items are rare."""
 CLOSING_WEIGHT = 8.0
 """What a token of the total that closes the reasoning weighs: five of them, four look-ups."""
 

@@ -84,7 +84,7 @@ ITEM_LINES = (
     "{q} pcs {name} for {p} each",
     "{name} | {p} | x{q}",
 )
-LABELS = "ABCDEF"
+LABELS = "ABDEGH"
 MARKERS = ("({i}) ", "[{i}] ", "{i}) ", "{i}: ", "{i}/ ", "{i}. ")
 PROSE_LINES = (0, 1, 2, 8)
 PROSE_MARKERS = (0, 1)
