@@ -9,6 +9,7 @@ from batchmla.core import Prompt
 from batchmla.jobs.inspect import TOKENIZER_FILES
 from batchmla.jobs.local import local_seams, local_text
 from batchmla.jobs.prompt import TooLong
+from batchmla.jobs.remote import place_of
 from batchmla.jobs.spec import JobSpec
 from batchmla.jobs.summary import read_summary
 
@@ -100,7 +101,7 @@ class _Tally:
 
 def _expected_output(spec: JobSpec, good_rows: int, most_output: int) -> tuple[int, str]:
     """Tokens that the rows will generate, and where the figure comes from."""
-    last = read_summary(Path(spec.output.path))
+    last = read_summary(place_of(spec.output.path))
     if last is not None and last.rows_this_run and last.generated_tokens:
         mean = last.generated_tokens / last.rows_this_run
         tokens = min(round(mean * good_rows), most_output)

@@ -18,6 +18,8 @@ from jinja2 import Environment, StrictUndefined
 
 from batchmla.errors import JobError, StorageError
 from batchmla.jobs.progress import format_s
+from batchmla.jobs.remote import RemotePath, place_of
+from batchmla.jobs.remote_store import RemoteStore
 from batchmla.jobs.report_counts import Lengths, setting
 from batchmla.jobs.report_data import ReportData, read_report
 from batchmla.jobs.report_path import report_path
@@ -61,7 +63,8 @@ def write_report(output: Path, file: Path | None = None) -> Path:
     a `StorageError` when the file cannot be written.
     """
     check_library()
-    if file is not None:
+    output, file = place_of(output), None if file is None else place_of(file)
+    if file is not None and not isinstance(file, RemotePath):
         _check_place(file)
     html = render(read_report(output))
     file = report_path(output) if file is None else file
@@ -193,6 +196,9 @@ def _check_place(file: Path) -> None:
 
 def _write(file: Path, data: bytes) -> None:
     """Replaces `file` as a whole."""
+    if isinstance(file, RemotePath):
+        RemoteStore(file.parent).put(file, data)
+        return
     aside = file.with_name(f".{secrets.token_hex(4)}.part")
     try:
         aside.write_bytes(data)

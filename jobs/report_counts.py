@@ -24,8 +24,9 @@ from batchmla.jobs.ledger import Ledger, Part, Tally
 from batchmla.jobs.manifest import Manifest
 from batchmla.jobs.openai_lines import BatchLines
 from batchmla.jobs.part_file import JsonlParts, LineForm, PlainLines
+from batchmla.jobs.remote import parquet_source, whole_source
+from batchmla.jobs.remote_store import store_at
 from batchmla.jobs.segments import BadSegment, list_segments, read_segment
-from batchmla.jobs.store import Store
 
 EXAMPLES = 3  # rows shown of each kind of error
 ERROR_CHARS = 200  # of an error that are shown
@@ -141,7 +142,7 @@ def _add_values(counter: Counter[str], column: pa.ChunkedArray) -> None:
 def count_rows(output: Path, manifest: Manifest) -> RowCounts:
     """Reads every published part, and the segments of rows that no part holds."""
     counts, done = RowCounts(), DoneRows()
-    store = Store(output)
+    store = store_at(output)
     for part in Ledger(store).present():
         done.mark_range(part.start, part.stop)
         counts.parts += 1
@@ -152,7 +153,7 @@ def count_rows(output: Path, manifest: Manifest) -> RowCounts:
             counts.lost_parts.append(part.name)
     for segment in list_segments(store.own / "segments"):
         try:
-            schema = pq.read_schema(segment.path).remove_metadata()
+            schema = pq.read_schema(whole_source(segment.path)).remove_metadata()
             table = read_segment(segment, schema, manifest.job_id)
         except (BadSegment, JobError, OSError, pa.ArrowException):
             continue  # the run says so, and does its rows again; it may also have gone meanwhile
@@ -167,7 +168,7 @@ def _part_tables(path: Path, part: Part, manifest: Manifest) -> Iterator[pa.Tabl
     if part.ending == "jsonl":
         yield from _line_tables(path, prefix, manifest)
         return
-    with pq.ParquetFile(path, pre_buffer=False) as file:
+    with pq.ParquetFile(parquet_source(path), pre_buffer=False) as file:
         columns = [prefix + name for name in _NAMES]
         for batch in file.iter_batches(_BATCH_ROWS, columns=columns, use_threads=False):
             table = pa.Table.from_batches([batch]).select(columns)

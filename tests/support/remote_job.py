@@ -72,10 +72,10 @@ def run_remote(
 ) -> Summary:
     """Runs the job over `source`; without an engine it must not need one."""
     seams = scripted_seams(engine, store=store, pace=Pace(rows=12))
-    loaded = scripted_spec(
-        Path(), Path(), input={"path": source}, output={"path": output, "rows_per_file": 25},
-        **sections,
-    )  # fmt: skip
+    own = {"input": {"path": source}, "output": {"path": output, "rows_per_file": 25}}
+    for name, section in own.items():
+        sections[name] = section | sections.get(name, {})
+    loaded = scripted_spec(Path(), Path(), **sections)
     return run_scripted(loaded, replace(seams, table=open_job_input), **wishes or {})
 
 
