@@ -54,6 +54,8 @@ def _globbed(entry: str) -> Iterator[ObjectFacts]:
     listed: Mapping[str, Any] = call(entry, lambda: system.glob(entry, detail=True))
     for name in sorted(listed, key=_parts):
         url = _url(entry, name)
+        if "/." in name and "/." not in entry:
+            continue  # as in a shell, a pattern does not mean hidden names
         if listed[name]["type"] != "directory":
             yield ObjectFacts.of(url, listed[name])
         elif "**" not in entry:
