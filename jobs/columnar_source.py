@@ -15,9 +15,11 @@ from batchmla.jobs.input_file import InputFile
 from batchmla.jobs.parquet_schema import meets_as_number, plain_type, python_type, unify
 from batchmla.jobs.row import Row
 from batchmla.jobs.source import ROW_NUMBER, Faults, RowBatch, Scan
+from batchmla.jobs.unique import DistinctIds
 
 _MAX_BATCH_ROWS = 1024
 _ID_BATCH = 8192
+_DISTINCT_BATCH = 1 << 16
 _EXACT = 2**53  # doubles hold all whole numbers up to here
 _UNREADABLE = object()  # a value that Python has no form for
 
@@ -97,7 +99,7 @@ class ColumnarSource:
         for number in range(len(self.files)) if limit_s is None else ():
             for _ in self._batches(number, 0, self.schema.names, _MAX_BATCH_ROWS):
                 pass  # a damaged page raises
-        if self.id_column is None:
+        if self.id_column is None or self._has_distinct_ids(self.id_column):
             return scan
         for file, row, values in self._id_batches():
             offsets = [offset for offset, one in enumerate(values) if _is_id(one)]
@@ -108,6 +110,15 @@ class ColumnarSource:
                 values = [values[offset] for offset in offsets]
             scan.add_ids(ids, values, partial(_place_of, file, row, offsets))
         return scan
+
+    def _has_distinct_ids(self, column: str) -> bool:
+        """Whether every row certainly has an id of its own; false: whoever asks looks closer."""
+        distinct = DistinctIds()
+        for number in range(len(self.files)):
+            for batch in self._batches(number, 0, [column], _DISTINCT_BATCH):
+                if column not in batch.schema.names or not distinct.add(_plain(batch, column)):
+                    return False
+        return distinct.are_distinct()
 
     def _id_batches(self) -> Iterator[tuple[InputFile, int, list[Any]]]:
         """(file, number of the first row, ids) of every batch."""
@@ -229,6 +240,13 @@ def _column(batch: pa.RecordBatch, name: str) -> list[Any]:
     except (ValueError, OverflowError, pa.ArrowException):
         values = [_value(column[row]) for row in range(len(column))]
     return values
+
+
+def _plain(batch: pa.RecordBatch, name: str) -> pa.Array:
+    """A column without dictionaries and views."""
+    column = batch.column(name)
+    target = plain_type(column.type)
+    return column if target == column.type else column.cast(target)
 
 
 def _value(scalar: pa.Scalar) -> Any:

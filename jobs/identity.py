@@ -8,6 +8,7 @@ import hashlib
 import re
 from collections.abc import Iterable, Iterator
 
+import numpy as np
 import pyarrow as pa
 
 from batchmla.jobs.input_file import InputFile, read_blocks, stat_file
@@ -105,7 +106,7 @@ def _canonical(batches: list[pa.RecordBatch]) -> memoryview:
         if pa.types.is_dictionary(column.type):
             plain = column.cast(column.type.value_type)
             table = table.set_column(place, table.field(place).name, plain)
-    order = pa.array(range(table.num_rows), pa.int64())
+    order = pa.array(np.arange(table.num_rows))
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, table.schema) as stream:
         stream.write_table(table.take(order).combine_chunks())  # copied: no slices, no offsets
