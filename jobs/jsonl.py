@@ -130,7 +130,7 @@ _DECODER = json.JSONDecoder(object_pairs_hook=_unique_keys)
 
 def replace_surrogates(raw: bytes, values: dict[str, Any]) -> tuple[dict[str, Any], str | None]:
     """`values` with U+FFFD for every lone surrogate, and a sentence if there was one."""
-    if not _SURROGATE_ESCAPE.search(raw):
+    if b"\\u" not in raw or not _SURROGATE_ESCAPE.search(raw):
         return values, None
     clean: dict[str, Any] = {}
     found: str | None = None

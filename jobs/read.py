@@ -253,7 +253,9 @@ class InputTable:
             return
         for batch in self._source.rows(min(start, self._num_checked), columns):
             self._check(batch, end)
-            rows = [row for row in batch.rows if row.index >= start]
+            rows = batch.rows
+            if rows and rows[0].index < start:
+                rows = [row for row in rows if row.index >= start]
             if end is not None and rows and rows[-1].index >= end:
                 rows = [row for row in rows if row.index < end]
                 if rows:
@@ -274,6 +276,8 @@ class InputTable:
         self._refuse(scan)
 
     def _check_ids(self, batch: RowBatch, end: int | None, scan: Scan) -> None:
+        if not batch.rows or batch.rows[-1].index < self._num_checked:
+            return
         malformed = {index for index, _ in batch.faults}
         fresh = [
             row

@@ -140,24 +140,30 @@ class TextSource:
                 self._files[number] = replace(file, num_rows=index - first)
 
     def _parse(self, index: int, file: int, record: Record) -> _Parsed:
-        fallback = f"{self._files[file].name}:{record.row}"
-        parsed = _Parsed(index, file, record, fallback, {})
+        parsed = _Parsed(index, file, record, "", {})
         try:
             parsed.values, parsed.error = self._form.parse(record)
             if self.id_column is not None:
                 parsed.typed_id = self._form.typed_id(parsed.values, self.id_column, parsed.error)
         except MalformedRecord as fault:
+            parsed.typed_id = self._row_id(file, record)
             parsed.malformed = str(fault)
             return parsed
+        if self.id_column is None:
+            parsed.typed_id = self._row_id(file, record)
         if self._kinds is not None and index >= self._num_typed:
             parsed.malformed = self._misfit(self._kinds, parsed.values)
         return parsed
 
+    def _row_id(self, file: int, record: Record) -> str:
+        """The name of a row that brings none."""
+        return f"{self._files[file].name}:{record.row}"
+
     def _misfit(self, kinds: dict[str, Kind], values: dict[str, Any]) -> str | None:
         """Why a row does not fit the types of the rows that decided them."""
+        advice = "input.check: full takes the types from all rows"
         for name, value in values.items():
             kind = kinds.get(name)
-            advice = "input.check: full takes the types from all rows"
             if kind is None:
                 return (
                     f"the key {name} was in none of the rows that the columns come from; {advice}"
