@@ -18,7 +18,7 @@ from typing import Any, BinaryIO, cast
 
 import pyarrow as pa
 
-from batchmla.jobs.remote_calls import call, filesystem, is_url
+from batchmla.jobs.remote_calls import Patience, call, filesystem, is_url
 
 _SHORTENED = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/(?!/)")  # what pathlib leaves of a URL
 _FILE = "file://"
@@ -119,8 +119,12 @@ class RemotePath(PosixPath):
         return os.stat_result((0o100644, 0, 0, 1, 0, 0, facts.num_bytes, 0, mtime_s, 0))
 
     def read_bytes(self) -> bytes:
+        return self.fetch()
+
+    def fetch(self, patience: Patience | None = None) -> bytes:
+        """All bytes, tried for as long as `patience` says."""
         url, system = str(self), filesystem(str(self))
-        return cast(bytes, call(url, lambda: system.cat_file(url)))
+        return cast(bytes, call(url, lambda: system.cat_file(url), patience))
 
     def open(
         self,

@@ -22,6 +22,7 @@ import psutil
 
 from batchmla.errors import BatchmlaError, JobError
 from batchmla.jobs.holder import STALE_S, Holder, lease_path
+from batchmla.jobs.remote import RemotePath
 from batchmla.jobs.remote_calls import BRIEF, ONCE, Patience
 from batchmla.jobs.remote_store import RemoteStore, remote_errors
 from batchmla.jobs.signals import StopRun
@@ -40,7 +41,7 @@ class RemoteLease:
         self, store: RemoteStore, is_stopping: Callable[[], bool], beat_s: float = BEAT_S
     ) -> None:
         self._store = store
-        self._path = lease_path(store.root)
+        self._path = RemotePath(lease_path(store.root))
         self._is_stopping = is_stopping
         self._beat_s = beat_s
         self._key = secrets.token_hex(8)
@@ -132,7 +133,7 @@ class RemoteLease:
         self._store.put(self._path, json.dumps(own).encode(), patience)
 
     def _is_ours(self) -> bool:
-        there = _read(self._path)
+        there = _read(self._path, ONCE)
         return there is not None and there["key"] == self._key
 
     def _beat(self) -> None:
@@ -147,20 +148,20 @@ class RemoteLease:
                 _LOG.warning("no heartbeat: %s", error)
 
 
-def remote_holder(output: Path) -> Holder | None:
+def remote_holder(output: RemotePath) -> Holder | None:
     """Who names itself in the lease of an output folder."""
     try:
-        found = _read(lease_path(output))
+        found = _read(RemotePath(lease_path(output)))
     except BatchmlaError:
         return None
     return None if found is None else _holder_of(found)
 
 
-def _read(path: Path) -> dict[str, Any] | None:
+def _read(path: RemotePath, patience: Patience = BRIEF) -> dict[str, Any] | None:
     """What the lease says; None where there is none that can be read."""
     with remote_errors(path):
         try:
-            raw = json.loads(path.read_bytes())
+            raw = json.loads(path.fetch(patience))
         except (FileNotFoundError, ValueError):
             return None
     wanted = {"host": str, "pid": int, "beat_s": float, "key": str, "place": str | None}

@@ -58,12 +58,10 @@ class SoftObjects:
             self._dirty.discard(target)
 
     def flush(self) -> None:
-        """Puts what has changed, each once."""
+        """Puts what has changed, up to the first that the store does not take."""
         with self._puts:
-            with self._lock:
-                due = [(target, self._content[target]) for target in sorted(self._dirty)]
-                self._dirty.clear()
-            for target, data in due:
+            while (due := self._next()) is not None:
+                target, data = due
                 try:
                     self._put(target, data)
                 except (BatchmlaError, OSError) as error:
@@ -71,6 +69,15 @@ class SoftObjects:
                     with self._lock:
                         if target in self._content:
                             self._dirty.add(target)
+                    return
+
+    def _next(self) -> tuple[Path, bytes] | None:
+        with self._lock:
+            if not self._dirty:
+                return None
+            target = min(self._dirty)
+            self._dirty.remove(target)
+            return target, self._content[target]
 
     def close(self) -> None:
         """Ends the thread and leaves everything as it lies in the store."""

@@ -156,11 +156,9 @@ def test_kills_at_effects_on_a_store_under_faults_lose_and_double_nothing(
     s3: S3Server, good: dict[str, pa.Table], killed: KilledJobs
 ) -> None:
     kills = (
-        (2, "put 0000", "before"),  # a segment
         (2, "append parts", "after"),
         (1, "put part-", "after"),
         (1, "remove 0000", "before"),
-        (1, "put _SUCCESS", "after"),
     )
     for seed, (kill_at, words, when) in enumerate(kills):
         s3.proxy.plan = Chaos(seed, 0.05)

@@ -71,7 +71,7 @@ def run_remote(
     **sections: Any,
 ) -> Summary:
     """Runs the job over `source`; without an engine it must not need one."""
-    seams = scripted_seams(engine, store=store, pace=Pace(rows=12))
+    seams = scripted_seams(engine, store=store, pace=Pace(rows=20))
     own = {"input": {"path": source}, "output": {"path": output, "rows_per_file": 25}}
     for name, section in own.items():
         sections[name] = section | sections.get(name, {})
