@@ -59,7 +59,7 @@ class Patience:
     `most_wait_s`, less a random part of it; until `total_s` have passed since it began."""
 
     total_s: float = 120.0
-    first_wait_s: float = 0.2
+    first_wait_s: float = 0.1
     most_wait_s: float = 15.0
     least_attempts: int = 4  # also when one took longer than all may, as of a machine that slept
     is_hurried: Callable[[], bool] = _never  # from then on the end comes after HURRIED_S
@@ -84,6 +84,7 @@ class Patience:
 
 ONCE = Patience(total_s=0.0, least_attempts=1)  # for what can be done without
 BRIEF = Patience(total_s=30.0)  # for the first word with a store
+PARTING = Patience(total_s=HURRIED_S, least_attempts=1)  # and for the last one
 
 
 def is_url(text: str) -> bool:

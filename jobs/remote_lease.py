@@ -23,7 +23,7 @@ import psutil
 from batchmla.errors import BatchmlaError, JobError
 from batchmla.jobs.holder import STALE_S, Holder, lease_path
 from batchmla.jobs.remote import RemotePath
-from batchmla.jobs.remote_calls import BRIEF, ONCE, Patience
+from batchmla.jobs.remote_calls import BRIEF, ONCE, PARTING, Patience
 from batchmla.jobs.remote_store import RemoteStore, remote_errors
 from batchmla.jobs.signals import StopRun
 
@@ -74,7 +74,7 @@ class RemoteLease:
         if not self._is_lost:
             self._store.flush_soft()
             try:
-                if self._is_ours():
+                if self._is_ours(PARTING):
                     self._store.remove(self._path)
             except (BatchmlaError, OSError) as fault:
                 _LOG.warning("%s is left behind: %s", self._path, fault)
@@ -132,15 +132,15 @@ class RemoteLease:
         }
         self._store.put(self._path, json.dumps(own).encode(), patience)
 
-    def _is_ours(self) -> bool:
-        there = _read(self._path, ONCE)
+    def _is_ours(self, patience: Patience) -> bool:
+        there = _read(self._path, patience)
         return there is not None and there["key"] == self._key
 
     def _beat(self) -> None:
         """The heartbeat; a missed beat is no fault of the run."""
         while not self._ended.wait(self._beat_s):
             try:
-                if not self._is_ours():
+                if not self._is_ours(ONCE):
                     self._is_lost = True
                     return
                 self._stamp(ONCE)

@@ -57,8 +57,8 @@ class SoftObjects:
             self._content.pop(target, None)
             self._dirty.discard(target)
 
-    def flush(self) -> None:
-        """Puts what has changed, up to the first that the store does not take."""
+    def flush(self) -> bool:
+        """Puts what has changed, up to the first that the store does not take; true: all of it."""
         with self._puts:
             while (due := self._next()) is not None:
                 target, data = due
@@ -69,7 +69,8 @@ class SoftObjects:
                     with self._lock:
                         if target in self._content:
                             self._dirty.add(target)
-                    return
+                    return False
+        return True
 
     def _next(self) -> tuple[Path, bytes] | None:
         with self._lock:

@@ -19,7 +19,7 @@ from typing import Any
 
 from batchmla.errors import JobError, StorageError
 from batchmla.jobs.remote import RemotePath
-from batchmla.jobs.remote_calls import BRIEF, ONCE, Patience, call, filesystem
+from batchmla.jobs.remote_calls import BRIEF, HURRIED_S, ONCE, PARTING, Patience, call, filesystem
 from batchmla.jobs.remote_soft import SoftObjects
 from batchmla.jobs.store import Store
 
@@ -164,8 +164,10 @@ class RemoteStore(Store):
         self._soft.add(target, data, there)
 
     def flush_soft(self) -> None:
-        """Puts what may be some seconds behind now, as far as the store takes it."""
-        self._soft.flush()
+        """Puts what may be some seconds behind now, as far as the store takes it by then."""
+        until_s = time.monotonic() + HURRIED_S
+        while not self._soft.flush() and time.monotonic() < until_s:
+            time.sleep(PARTING.first_wait_s)
 
     def remove(self, target: Path) -> None:
         """Deletes `target` if it is there."""
