@@ -24,7 +24,7 @@ MAX_TOTAL_CENTS = 9_999
 LEAST_ITEM_CENTS = 600
 MAX_DRAWS = 300
 MAX_ITEMS = 6
-ITEM_COUNT_WEIGHTS = (15, 22, 25, 18, 12, 8)
+ITEM_COUNT_WEIGHTS = (24, 28, 22, 14, 8, 4)
 
 DrawWord = Callable[[bool], str]
 """Draws a word, an English noun if told so."""
