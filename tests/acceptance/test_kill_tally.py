@@ -40,7 +40,9 @@ def write_source(folder: Path, num_rows: int, dice: random.Random) -> Path:
     """A table of receipts."""
     source = folder / "rows.parquet"
     texts = [
-        f"shop {dice.randrange(999)}\n{dice.randint(1, 9)} x bolts {dice.randint(1, 9)}.50\n"
+        f"Receipt {dice.randrange(999)}\n"
+        f"A: {dice.randint(1, 9)} x bolts @ {dice.randint(1, 9)}.{dice.randint(10, 99)}\n"
+        f"B: {dice.randint(1, 9)} x nails @ {dice.randint(1, 9)}.{dice.randint(10, 99)}"
         for _ in range(num_rows)
     ]
     pq.write_table(pa.table({"id": [f"r{i}" for i in range(num_rows)], "text": texts}), source)
