@@ -13,6 +13,7 @@ from typing import Any, Self
 import pyarrow as pa
 
 from batchmla.core import Completion, Prompt
+from batchmla.engine.source import ListSource
 from batchmla.errors import JobError
 from batchmla.jobs.columns import own_schema
 from batchmla.jobs.local import LocalText, check_local_engine, local_engine
@@ -48,16 +49,6 @@ class Result:
     content_tokens: int = 0
     token_ids: tuple[int, ...] = ()
     error: str | None = None
-
-
-class _Queue:
-    """Prompts that are all there from the start, as the engine takes them."""
-
-    def __init__(self, prompts: Sequence[Prompt]) -> None:
-        self._left = iter(prompts)
-
-    def take(self, limit: int, *, wait: bool) -> Sequence[Prompt]:
-        return [prompt for _, prompt in zip(range(limit), self._left, strict=False)]
 
 
 class Engine:
@@ -173,7 +164,7 @@ class Engine:
         results = [Result(error=each) if isinstance(each, str) else Result() for each in made]
         prompts = [each for each in made if isinstance(each, Prompt)]
         by_index = {prompt.index: prompt for prompt in prompts}
-        with closing(_generator(self._core.generate(_Queue(prompts)))) as completions:
+        with closing(_generator(self._core.generate(ListSource(prompts)))) as completions:
             for completion in _shown(completions, len(prompts), is_shown):
                 prompt = by_index[completion.index]
                 results[completion.index] = _result(text, prompt, completion)

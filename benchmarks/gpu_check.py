@@ -21,6 +21,7 @@ import transformers
 from batchmla.core import Completion, EngineOptions, Prompt, SamplingParams
 from batchmla.engine.engine import load_engine, plan_engine, read_config
 from batchmla.engine.hardware import detect
+from batchmla.engine.source import ListSource
 from batchmla.weights.folder import find_model
 
 MODEL = "builtin:tally"
@@ -40,18 +41,6 @@ class Difference:
     index: int
     position: int
     gap: float
-
-
-class ListSource:
-    """Prompts from a list, in order."""
-
-    def __init__(self, prompts: Sequence[Prompt]) -> None:
-        self._left = list(prompts)
-
-    def take(self, limit: int, *, wait: bool) -> Sequence[Prompt]:
-        """The next of them."""
-        taken, self._left = self._left[:limit], self._left[limit:]
-        return taken
 
 
 def main() -> int:

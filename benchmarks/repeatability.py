@@ -28,6 +28,7 @@ from batchmla.core import EngineOptions, Prompt, SamplingParams
 from batchmla.engine.engine import EngineCore, load_engine, plan_engine, read_config
 from batchmla.engine.hardware import detect
 from batchmla.engine.numerics import describe_numerics
+from batchmla.engine.source import ListSource
 from batchmla.weights.folder import find_model
 
 RESULTS = Path(__file__).parent / "results" / "repeatability.json"
@@ -44,18 +45,6 @@ SCHEDULES: dict[str, dict[str, Any]] = {
 GOODS = ("bolts", "pens", "cups")
 STREAM_STEP = 0x9E3779B97F4A7C15
 SMALL_MODEL = FIELDS | {"num_hidden_layers": 4, "vocab_size": 4096}
-
-
-class ListSource:
-    """Prompts from a list, in order."""
-
-    def __init__(self, prompts: Sequence[Prompt]) -> None:
-        self._left = list(prompts)
-
-    def take(self, limit: int, *, wait: bool) -> Sequence[Prompt]:
-        """The next of them."""
-        taken, self._left = self._left[:limit], self._left[limit:]
-        return taken
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 import sys
 import time
-from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -11,21 +10,10 @@ from batchmla.core import EngineOptions, Prompt, SamplingParams
 from batchmla.engine import engine as engines
 from batchmla.engine.engine import load_engine, plan_engine, read_config
 from batchmla.engine.hardware import detect
+from batchmla.engine.source import ListSource
 from batchmla.weights.folder import find_model
 from race.op_times import OpTimes
 from race.serve import Message, PeakWatch, anonymous_bytes, serve
-
-
-class ListSource:
-    """Prompts from a list, in order."""
-
-    def __init__(self, prompts: Sequence[Prompt]) -> None:
-        self._left = list(prompts)
-
-    def take(self, limit: int, *, wait: bool) -> Sequence[Prompt]:
-        """The next of them."""
-        taken, self._left = self._left[:limit], self._left[limit:]
-        return taken
 
 
 def _prompt(index: int, ids: list[int], num_new: int) -> Prompt:
