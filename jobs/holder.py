@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from batchmla.errors import JobError
+
 STALE_S = 60.0
 
 
@@ -25,3 +27,20 @@ class Holder:
 
     def __str__(self) -> str:
         return f"host {self.host}, pid {self.pid}, seen {max(0.0, self.age_s):.0f} s ago"
+
+
+def in_use(output: Path, holder: Holder | None) -> JobError:
+    """What the second run at an output is told; None: the holder has not named itself."""
+    said = holder or "it has not named itself yet"
+    return JobError(
+        f"{output} is in use by another run ({said}); wait for it or stop it, or choose another "
+        f"output.path"
+    )
+
+
+def taken_over(output: Path) -> JobError:
+    """What a run is told that was silent for too long."""
+    return JobError(
+        f"{output} was taken over by another run, as this one gave no sign of life for "
+        f"{STALE_S:.0f} s; finished rows are kept, let the other run go on"
+    )

@@ -23,8 +23,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from batchmla.errors import BatchmlaError, JobError
-from batchmla.jobs.holder import STALE_S, Holder, lease_path
+from batchmla.errors import BatchmlaError
+from batchmla.jobs.holder import STALE_S, Holder, in_use, lease_path, taken_over
 from batchmla.jobs.remote import RemotePath
 from batchmla.jobs.remote_lease import RemoteLease, remote_holder
 from batchmla.jobs.remote_store import RemoteStore
@@ -98,10 +98,7 @@ class Lease:
         except OSError:
             return  # the write itself will meet this
         if not is_ours:
-            raise JobError(
-                f"{self._output} was taken over by another run, as this one gave no sign of life "
-                f"for {STALE_S:.0f} s; finished rows are kept, let the other run go on"
-            )
+            raise taken_over(self._output)
 
     @contextmanager
     def _one_at_a_time(self) -> Iterator[None]:
@@ -137,11 +134,7 @@ class Lease:
                 _LOG.warning("%s: taken over from a silent run (%s)", self._output, holder)
                 self._store.remove(self._path)
             elif time.monotonic() > until_s or not has_locks:
-                said = holder or "it has not named itself yet"
-                raise JobError(
-                    f"{self._output} is in use by another run ({said}); wait for it or stop it, "
-                    f"or choose another output.path"
-                )
+                raise in_use(self._output, holder)
             else:
                 time.sleep(_WAIT_S / 5)
 

@@ -21,7 +21,7 @@ from typing import Any, Self
 import psutil
 
 from batchmla.errors import BatchmlaError, JobError
-from batchmla.jobs.holder import STALE_S, Holder, lease_path
+from batchmla.jobs.holder import STALE_S, Holder, in_use, lease_path, taken_over
 from batchmla.jobs.remote import RemotePath
 from batchmla.jobs.remote_calls import BRIEF, ONCE, PARTING, Patience
 from batchmla.jobs.remote_store import RemoteStore, remote_errors
@@ -83,10 +83,7 @@ class RemoteLease:
     def require(self) -> None:
         """Raises a `JobError` when another run is known to have taken the lease over."""
         if self._is_lost:
-            raise JobError(
-                f"{self._store.root} was taken over by another run, as this one gave no sign of "
-                f"life for {STALE_S:.0f} s; finished rows are kept, let the other run go on"
-            )
+            raise taken_over(self._store.root)
 
     def _outlast(self, first: dict[str, Any]) -> None:
         """Returns when the holder is taken to be dead; raises when it lives."""
@@ -115,11 +112,7 @@ class RemoteLease:
         _LOG.warning("%s: taken over from a silent run (%s)", self._store.root, holder)
 
     def _in_use(self, raw: dict[str, Any] | None) -> JobError:
-        said = "it has not named itself yet" if raw is None else str(_holder_of(raw))
-        return JobError(
-            f"{self._store.root} is in use by another run ({said}); wait for it or stop it, or "
-            f"choose another output.path"
-        )
+        return in_use(self._store.root, None if raw is None else _holder_of(raw))
 
     def _stamp(self, patience: Patience) -> None:
         own = {
