@@ -40,24 +40,21 @@ def split_groups(step: Step, found: Positions, dtype: torch.dtype) -> tuple[Grou
     tails_N = found.positions_N + 1 - whole_N * split_keys
     classes_N = -(-tails_N // KEY_BLOCK) * KEY_BLOCK
     split_pages = split_keys // step.page_tokens
-    last_pages_NX = _pages(step, found.sequences_N)[:, split_pages - 1 :: split_pages]
+    pages_NP = step.pages_SP.cpu().numpy()[found.sequences_N]
+    last_pages_NX = pages_NP[:, split_pages - 1 :: split_pages]
     last_pages_NX = np.where(np.arange(last_pages_NX.shape[1]) < whole_N[:, None], last_pages_NX, 0)
     order = np.lexsort((found.rows_N, classes_N, *last_pages_NX.T[::-1], -whole_N))
-    table = _Table(step, found.sequences_N[order], split_pages)
+    table = _Table(step, pages_NP[order], split_pages)
     members = tuple(_tails(table, whole_N[order], tails_N[order], classes_N[order], dtype))
     splits = tuple(_splits(table, whole_N[order], split_keys))
     return Groups(members=members, prefixes=splits, is_split=True), found.rows_N[order]
 
 
-def _pages(step: Step, sequences_N: HostInts) -> HostInts:
-    return step.pages_SP.cpu().numpy()[sequences_N]
-
-
 class _Table:
     """The page tables of the positions in the groups' order."""
 
-    def __init__(self, step: Step, sequences_N: HostInts, split_pages: int) -> None:
-        self.pages_NP = _pages(step, sequences_N)
+    def __init__(self, step: Step, pages_NP: HostInts, split_pages: int) -> None:
+        self.pages_NP = pages_NP
         self.page_tokens = step.page_tokens
         self.split_pages = split_pages
         self.device = step.tokens_T.device
