@@ -37,6 +37,9 @@ for name, sequences, prefixes in (
     ("two prefixes", [(1, 200)] * 14, [(range(7), 24), (range(7, 14), 24)]),
 ):
     BATCHES[name], PREFIXES[name] = sequences, prefixes
+NUM_PREFIXES = {
+    "decodes behind one prefix": 1, "chunks behind one prefix": 1, "nested": 2, "two prefixes": 2
+}  # fmt: skip
 EVERY = [
     pytest.param(backend, dtype, batch, id=f"{backend}-{str(dtype)[6:]}-{batch.replace(' ', '_')}")
     for backend in ("cpu", "reference")
@@ -113,6 +116,7 @@ def test_gqa(backend: str, dtype: torch.dtype, batch: str, heads: int, kv_heads:
     key, value = (half.contiguous() for half in case.cache.chunk(2, dim=-1))
     q = torch.randn(len(case.step.tokens_T), heads, head_dim).to(dtype)
     groups = make_groups(case.step, np.arange(len(case.rows)), dtype)
+    assert len(groups.prefixes) == NUM_PREFIXES.get(batch, 0)
     actual = kernels.load(backend).gqa(q, key, value, groups, 0.3)
     expected = []
     starts = case.step.host_starts_S1
