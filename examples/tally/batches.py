@@ -133,7 +133,7 @@ def all_batches(
     batch_tokens: int,
     reading_pools: int,
     skip: int = 0,
-    reading_weight: float = 3.0,
+    reading_weight: float = 1.0,
 ) -> Iterator[Batch]:
     """Yield batches without end, the first pools reading only; `skip` batches are passed over."""
     for pool in itertools.count():

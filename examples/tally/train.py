@@ -27,13 +27,13 @@ WARMUP_STEPS = 40
 def parse_arguments() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=2800)
+    parser.add_argument("--steps", type=int, default=6400)
     parser.add_argument("--draft-steps", type=int, default=200)
     parser.add_argument("--decay-share", type=float, default=0.4)
     parser.add_argument("--batch-tokens", type=int, default=2560)
     parser.add_argument("--accumulate", type=int, default=2, help="batches of one step")
     parser.add_argument("--reading-pools", type=int, default=30)
-    parser.add_argument("--reading-weight", type=float, default=3.0)
+    parser.add_argument("--reading-weight", type=float, default=6.0)
     parser.add_argument("--matrix-rate", type=float, default=0.02)
     parser.add_argument("--other-rate", type=float, default=0.003)
     parser.add_argument("--seed", type=int, default=1)
