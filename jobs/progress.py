@@ -20,7 +20,7 @@ from rich.table import Table
 
 from batchmla.core import EngineStats
 from batchmla.errors import BatchmlaError
-from batchmla.jobs.series import Sample, Series
+from batchmla.jobs.series import RunCounts, Sample, Series
 from batchmla.jobs.store import Store
 
 ProgressKind = Literal["auto", "rich", "plain", "off"]
@@ -37,23 +37,12 @@ _MAX_LOOKS = 20_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Snapshot:
-    """One look at a run. Rates are recent ones; None is not known yet."""
+class Snapshot(RunCounts):
+    """What progress shows. Rates are recent ones; None is not known yet."""
 
     at_s: float  # since the epoch
     phase: str
     rows: int | None
-    done: int
-    failed: int
-    running: int = 0
-    waiting: int = 0
-    used_pages: int = 0
-    total_pages: int = 0
-    prompt_tokens: int = 0
-    generated_tokens: int = 0
-    computed_tokens: int = 0
-    steps: int = 0
-    preemptions: int = 0
     rows_per_s: float | None = None
     tokens_per_s: float | None = None
     is_settled: bool = True  # enough rows have finished to foretell the others
@@ -82,9 +71,8 @@ class Snapshot:
 
     def sample(self, run_s: float, elapsed_s: float) -> Sample:
         """What the series keeps of it."""
-        names = {each.name for each in fields(Sample)} - {"run_s", "elapsed_s"}
-        values = {name: getattr(self, name) for name in names}
-        return Sample(run_s=run_s, elapsed_s=elapsed_s, **values)
+        counts = {each.name: getattr(self, each.name) for each in fields(RunCounts)}
+        return Sample(run_s=run_s, elapsed_s=elapsed_s, **counts)
 
     @property
     def eta_s(self) -> float | None:

@@ -20,12 +20,10 @@ _LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sample:
+class RunCounts:
     """One look at a run. Tokens, steps and preemptions are sums since this run began; rows done and
     failed are those of the whole output."""
 
-    run_s: float  # when the run began, since the epoch: tells the runs of a job apart
-    elapsed_s: float  # since then
     done: int
     failed: int
     running: int = 0
@@ -37,6 +35,14 @@ class Sample:
     computed_tokens: int = 0  # rows of forward passes
     steps: int = 0
     preemptions: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample(RunCounts):
+    """What the series keeps of it."""
+
+    run_s: float  # when the run began, since the epoch: tells the runs of a job apart
+    elapsed_s: float  # since then
 
 
 def series_path(output: Path) -> Path:
