@@ -86,7 +86,7 @@ class ErrorKind:
 
 
 @dataclass(slots=True, kw_only=True)
-class RowCounts:
+class FinishedRows:
     """Sums over finished rows. `tally` has all of them; lengths leave out rows with an error, and
     `reasoning` those without any."""
 
@@ -139,9 +139,9 @@ def _add_values(counter: Counter[str], column: pa.ChunkedArray) -> None:
         counter[str(each["values"])] += each["counts"]
 
 
-def count_rows(output: Path, manifest: Manifest) -> RowCounts:
+def count_finished(output: Path, manifest: Manifest) -> FinishedRows:
     """Reads every published part, and the segments of rows that no part holds."""
-    counts, done = RowCounts(), DoneRows()
+    counts, done = FinishedRows(), DoneRows()
     store = store_at(output)
     for part in Ledger(store).present():
         done.mark_range(part.start, part.stop)

@@ -10,7 +10,7 @@ from typing import Any
 
 from batchmla.errors import JobError
 from batchmla.jobs.manifest import Manifest, read_manifest
-from batchmla.jobs.report_counts import RowCounts, count_rows
+from batchmla.jobs.report_counts import FinishedRows, count_finished
 from batchmla.jobs.series import Sample, read_series
 from batchmla.jobs.status import Status, read_status
 from batchmla.jobs.summary import Summary, read_summary
@@ -48,7 +48,7 @@ class ReportData:
     summary: Summary | None  # of the last run that ended in order
     samples: Sequence[Sample]
     runs: Sequence[RunLine]
-    counts: RowCounts
+    counts: FinishedRows
     settings: Sequence[Setting]
     engine: Mapping[str, Any]  # facts that are no field of the job
     notes: Sequence[str]
@@ -72,7 +72,7 @@ def read_report(output: Path) -> ReportData:
         summary=summary,
         samples=samples,
         runs=_runs(samples),
-        counts=count_rows(output, manifest),
+        counts=count_finished(output, manifest),
         settings=settings,
         engine={name: _plain(value) for name, value in effective.items() if name not in named},
         notes=[str(note) for note in raw_notes] if isinstance(raw_notes, list) else [],

@@ -32,7 +32,7 @@ from batchmla.errors import ExitCode, JobError, StorageError
 from batchmla.jobs.manifest import read_manifest
 from batchmla.jobs.progress import progress_path
 from batchmla.jobs.report import write_report
-from batchmla.jobs.report_counts import ERROR_CHARS, Lengths, count_rows, histogram
+from batchmla.jobs.report_counts import ERROR_CHARS, Lengths, count_finished, histogram
 from batchmla.jobs.report_path import report_path
 from batchmla.jobs.row import Row
 from batchmla.jobs.series import Sample, series_path
@@ -296,7 +296,7 @@ def test_parts_of_lines_count_as_those_of_parquet(
         run_scripted(loaded, scripted_seams(ScriptedEngine()))
         manifest = read_manifest(folder / "out")
         assert manifest is not None
-        found.append(count_rows(folder / "out", manifest))
+        found.append(count_finished(folder / "out", manifest))
     first, second = found
     assert first.tally.rows == 120 * num_samples and first.tally.failed == 4 * num_samples
     for field in ("tally", "finish_reasons", "reasoning_states", "errors", "parts"):
@@ -318,7 +318,7 @@ def test_a_hundred_parts_and_one_of_them_damaged(tmp_path: Path) -> None:
     output = tmp_path / "out"
     manifest = read_manifest(output)
     assert manifest is not None
-    counts = count_rows(output, manifest)
+    counts = count_finished(output, manifest)
     assert (counts.parts, counts.tally.rows, counts.tally.failed) == (101, 202, 8)
     (output / "part-00007.parquet").write_bytes(b"PAR1")
     page = page_of(output)
