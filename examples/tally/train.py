@@ -27,7 +27,7 @@ WARMUP_STEPS = 40
 def parse_arguments() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=6400)
+    parser.add_argument("--steps", type=int, default=7000)
     parser.add_argument("--draft-steps", type=int, default=200)
     parser.add_argument("--decay-share", type=float, default=0.4)
     parser.add_argument("--batch-tokens", type=int, default=2560)
