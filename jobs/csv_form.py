@@ -7,20 +7,21 @@ Blank lines are skipped. Ids are text, whatever the type of their column.
 
 import csv
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from batchmla.errors import JobError
 from batchmla.jobs.input_file import InputFile
 from batchmla.jobs.jsonl_types import NULL, Kind, KindName, merge, settle
 from batchmla.jobs.lines import MAX_LINE_BYTES, CutShort, read_lines
-from batchmla.jobs.text_form import MalformedRecord, Record
+from batchmla.jobs.text_form import BLOCK_ROWS, MalformedRecord, Record, RecordBlock
 
 _INT = re.compile(r"0|-?[1-9][0-9]{0,19}")
 _FLOAT = re.compile(r"-?(?:0|[1-9][0-9]*|(?=\.[0-9]))(?:\.[0-9]*)?(?:[eE][+-]?[0-9]+)?")
 _BOOLS = {"true": True, "True": True, "TRUE": True, "false": False, "False": False, "FALSE": False}
 _TEXT = Kind(KindName.TEXT)
 _FLOATS = Kind(KindName.FLOAT)
+_BLOCK_BYTES = 8 << 20
 
 
 class CsvForm:
@@ -28,19 +29,23 @@ class CsvForm:
 
     name = "CSV"
 
-    def records(self, file: InputFile) -> Iterator[Record]:
-        """The records after the header; `data` is (header, cells, fault)."""
-        header: tuple[str, ...] | None = None
-        row = 0
+    def blocks(self, file: InputFile) -> Iterator[RecordBlock]:
+        """The records after the header; `data` are (header, cells, fault)."""
+        row = num_bytes = 0
+        held: list[Record] = []
         try:
-            for line, num_bytes, cells, fault in _raw_records(file):
-                if header is None:
-                    header = _checked_header(file, line, cells, fault)
-                elif cells or fault:
-                    yield Record(row, line, num_bytes, (header, cells, fault))
-                    row += 1
+            for record in _records(file):
+                held.append(record)
+                num_bytes += record.num_bytes
+                if len(held) >= BLOCK_ROWS or num_bytes >= _BLOCK_BYTES:
+                    yield _block(held)
+                    row, num_bytes, held = row + len(held), 0, []
         except CutShort as cut:
-            raise cut.as_error(file, row) from None
+            if held:
+                yield _block(held)
+            raise cut.as_error(file, row + len(held)) from None
+        if held:
+            yield _block(held)
 
     def parse(self, record: Record) -> tuple[dict[str, Any], str | None]:
         """The text of each cell, None for an empty one."""
@@ -51,6 +56,15 @@ class CsvForm:
             cells_word = "1 cell" if len(cells) == 1 else f"{len(cells)} cells"
             raise MalformedRecord(f"{cells_word} where the header names {len(header)} columns")
         return {name: cell or None for name, cell in zip(header, cells, strict=True)}, None
+
+    def parse_all(self, block: RecordBlock) -> list[dict[str, Any]] | None:
+        """The same of many."""
+        if any(fault is not None or len(cells) != len(head) for head, cells, fault in block.data):
+            return None
+        return [
+            {name: cell or None for name, cell in zip(header, cells, strict=True)}
+            for header, cells, _ in block.data
+        ]
 
     def default_id(self, files: tuple[InputFile, ...]) -> str | None:
         """`id` if the first header has it."""
@@ -74,40 +88,54 @@ class CsvForm:
             raise MalformedRecord(f"the id column {column} is {state}")
         return str(value)
 
-    def widen(self, kind: Kind, value: Any) -> Kind:
+    def widen(self, kind: Kind, values: Sequence[Any]) -> Kind:
         """Whole numbers and numbers meet as numbers, all else as text."""
-        if value is None or kind.name is KindName.TEXT:
-            return kind
-        merged = merge(kind, _kind_of(value))
-        return merged if merged.name is not KindName.JSON else _TEXT
+        for value in values:
+            if kind.name is KindName.TEXT:
+                return kind
+            if value is not None:
+                merged = merge(kind, _kind_of(value))
+                kind = merged if merged.name is not KindName.JSON else _TEXT
+        return kind
 
     def settle(self, kinds: Mapping[str, Kind]) -> dict[str, Kind]:
         """Whole numbers beyond 64 bits are text; so is a column of empty cells."""
         settled = {name: settle(kind) for name, kind in kinds.items()}
         return {n: _TEXT if k.name is KindName.JSON else k for n, k in settled.items()}
 
-    def fits(self, kind: Kind, value: Any) -> bool:
-        """Whether a cell can be read as its column's type."""
-        if value is None or kind.name is KindName.TEXT:
-            return True
-        own = _kind_of(value)
-        if kind.name is KindName.INT:
-            return own.name is KindName.INT and kind.low <= own.low <= kind.high
-        return merge(kind, own) == kind
+    def fits(self, kind: Kind, values: Sequence[Any]) -> bool:
+        """Whether cells can be read as their column's type."""
+        return kind.name is KindName.TEXT or all(_fits(kind, value) for value in values)
 
-    def row_value(self, kind: Kind | None, value: Any) -> Any:
-        """The cell as its column's type."""
-        if value is None or kind is None or not self.fits(kind, value):
-            return value
-        return self.arrow_value(kind, value)
+    def row_values(self, kind: Kind | None, values: Sequence[Any]) -> Sequence[Any]:
+        """The cells as their column's type."""
+        if kind is None or kind.name is KindName.TEXT:
+            return values
+        return [_typed(kind, value) if _fits(kind, value) else value for value in values]
 
-    def arrow_value(self, kind: Kind, value: Any) -> Any:
-        """The cell as its column's type."""
-        if value is None or kind.name is KindName.TEXT:
-            return value
-        if kind.name is KindName.BOOL:
-            return _BOOLS[value]
-        return int(value) if kind.name is KindName.INT else float(value)
+    def arrow_values(self, kind: Kind, values: Sequence[Any]) -> Sequence[Any]:
+        """The cells as their column's type."""
+        if kind.name is KindName.TEXT:
+            return values
+        return [_typed(kind, value) for value in values]
+
+
+def _fits(kind: Kind, value: Any) -> bool:
+    if value is None or kind.name is KindName.TEXT:
+        return True
+    own = _kind_of(value)
+    if kind.name is KindName.INT:
+        return own.name is KindName.INT and kind.low <= own.low <= kind.high
+    return merge(kind, own) == kind
+
+
+def _typed(kind: Kind, value: Any) -> Any:
+    """A cell that fits, as its column's type."""
+    if value is None or kind.name is KindName.TEXT:
+        return value
+    if kind.name is KindName.BOOL:
+        return _BOOLS[value]
+    return int(value) if kind.name is KindName.INT else float(value)
 
 
 def _kind_of(text: str) -> Kind:
@@ -125,7 +153,7 @@ class _Lines:
 
     def __init__(self, file: InputFile) -> None:
         self._file = file
-        self._lines = read_lines(file, keeps_ends=True)
+        self._lines = read_lines(file)
         self.first_line = 0  # of the record being read
         self.num_bytes = 0
         self.fault: str | None = None
@@ -152,6 +180,27 @@ class _Lines:
             byte = raw[fault.start]
             self.fault = f"byte 0x{byte:02x} at position {fault.start} is not UTF-8"
             return raw.decode(errors="replace")
+
+
+def _block(records: list[Record]) -> RecordBlock:
+    return RecordBlock(
+        records[0].row,
+        [record.line for record in records],
+        [record.num_bytes for record in records],
+        [record.data for record in records],
+    )
+
+
+def _records(file: InputFile) -> Iterator[Record]:
+    """The records after the header; blank lines are none."""
+    header: tuple[str, ...] | None = None
+    row = 0
+    for line, num_bytes, cells, fault in _raw_records(file):
+        if header is None:
+            header = _checked_header(file, line, cells, fault)
+        elif cells or fault:
+            yield Record(row, line, num_bytes, (header, cells, fault))
+            row += 1
 
 
 def _raw_records(file: InputFile) -> Iterator[tuple[int, int, list[str], str | None]]:

@@ -1,7 +1,8 @@
 """One input row on its way to a prompt."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count, repeat
 from typing import Any
 
 
@@ -23,3 +24,24 @@ class Row:
     values: Mapping[str, Any]
     error: str | None = None
     sample: int = 0
+
+
+def make_rows(
+    index: int,
+    file: int,
+    number: int,
+    ids: Sequence[str | int],
+    names: Sequence[str],
+    columns: Sequence[Sequence[Any]],
+) -> list[Row]:
+    """Sound rows of one file in succession, the first one `index` and `number`."""
+    values = map(dict, map(zip, repeat(names), zip(*columns, strict=True)))
+    each = zip(count(index), count(number), map(str, ids), ids, values if columns else _none(ids))
+    return [
+        Row(index=i, file=file, number=n, id=shown, typed_id=typed_id, values=one)
+        for i, n, shown, typed_id, one in each
+    ]
+
+
+def _none(ids: Sequence[str | int]) -> Sequence[dict[str, Any]]:
+    return [{} for _ in ids]

@@ -1,44 +1,28 @@
 """Files of records (JSONL, CSV, batch requests) as rows and as typed columns.
 
 Types come from the first 500,000 rows or 256 MiB, or from all rows when everything is scanned: a
-fixed amount, so that a rerun on a slower machine writes the same schema.
+fixed amount, so that a rerun on a slower machine writes the same schema. A block of records of
+which nothing has to be said is handled as a whole, any other one record by record.
 """
 
-import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
 from typing import Any
 
 import pyarrow as pa
 
-from batchmla.errors import JobError
 from batchmla.jobs.ids import IdIndex
 from batchmla.jobs.input_file import InputFile
-from batchmla.jobs.jsonl_types import NULL, Kind, KindName, arrow_type
-from batchmla.jobs.row import Row
+from batchmla.jobs.jsonl_types import NULL, Kind, arrow_type
+from batchmla.jobs.row import Row, make_rows
 from batchmla.jobs.source import ROW_NUMBER, Faults, RowBatch, Scan
-from batchmla.jobs.text_form import MalformedRecord, Record, TextForm
+from batchmla.jobs.text_form import BLOCK_ROWS, MalformedRecord, Record, RecordBlock, TextForm
+from batchmla.jobs.text_rows import Clean, Parsed, misfit
+from batchmla.jobs.text_scan import TextScan
 
 _TYPED_ROWS = 500_000
-_TYPED_BYTES = 256 << 20
-_BATCH_ROWS = 1024
 _BATCH_BYTES = 8 << 20
-_ID_BATCH = 8192
-_MAX_COLUMNS = 2000
-
-
-@dataclass(slots=True)
-class _Parsed:
-    """A record with what was found in it; `values` are kept if only the id is unusable."""
-
-    index: int
-    file: int
-    record: Record
-    typed_id: str | int
-    values: dict[str, Any]
-    malformed: str | None = None  # why it is no row
-    error: str | None = None  # why the row fails
+_CLOCK_ROWS = 256
 
 
 class TextSource:
@@ -73,74 +57,74 @@ class TextSource:
         return pa.schema([pa.field(name, arrow_type(kind)) for name, kind in self._kinds.items()])
 
     def scan(self, ids: IdIndex, *, limit_s: float | None) -> Scan:
-        """Parse lines for `limit_s` seconds and as far as types need; None: all of them."""
-        scan = Scan()
-        began_s = time.monotonic()
-        kinds = self._form.first_kinds(self.files)
-        seen_bytes = num_typed = 0
-        is_typing = True
-        batch: list[str | int] = []
-        places: list[tuple[int, int]] = []  # file and line
-        for parsed in self._parsed(0):
-            scan.num_rows += 1
-            seen_bytes += parsed.record.num_bytes
-            is_enough = scan.num_rows > self._typed_rows or seen_bytes > _TYPED_BYTES
-            if is_typing and limit_s is not None and is_enough:
-                is_typing = False
-                kinds = self._form.settle(kinds)
-            if is_typing:
-                num_typed = scan.num_rows
-                for name, value in parsed.values.items():
-                    kinds[name] = self._form.widen(kinds.get(name, NULL), value)
-                if len(kinds) > _MAX_COLUMNS:
-                    raise JobError(
-                        f"{self._place(parsed)}: the rows so far have more than {_MAX_COLUMNS} "
-                        "different keys; put free keys into an object under one key"
-                    )
-            elif parsed.malformed is None:
-                parsed.malformed = self._misfit(kinds, parsed.values)
-            if parsed.malformed is not None:
-                scan.faults.add(f"{self._place(parsed)}: {parsed.malformed}")
-            elif self.id_column is not None:
-                batch.append(parsed.typed_id)
-                places.append((parsed.file, parsed.record.line))
-            if len(batch) >= _ID_BATCH:
-                scan.add_ids(ids, batch, partial(self._shown, places))
-                batch, places = [], []
-            if is_typing or limit_s is None or scan.num_rows % 256:
-                continue
-            if time.monotonic() - began_s > limit_s:
-                scan.is_complete = False
-                break
-        scan.add_ids(ids, batch, partial(self._shown, places))
-        self._kinds = self._form.settle(kinds) if is_typing else kinds
-        self._num_typed = num_typed
-        return scan
+        """Parse records for `limit_s` seconds and as far as types need; None: all of them."""
+        self._kinds, self._num_typed = None, 0
+        look = TextScan(
+            self._form,
+            self._form.first_kinds(self.files),
+            None if self.id_column is None else ids,
+            self._place,
+            typed_rows=self._typed_rows,
+            limit_s=limit_s,
+        )
+        is_complete = all(self._is_scanned(look, *each) for each in self._blocks(0))
+        found = look.end(is_complete=is_complete)
+        self._kinds, self._num_typed = look.kinds, look.num_typed
+        return found
 
-    def _shown(self, places: list[tuple[int, int]], position: int) -> str:
-        file, line = places[position]
+    def _is_scanned(self, look: TextScan, number: int, index: int, block: RecordBlock) -> bool:
+        """Looks at a block; false once the time is up."""
+        clean = self._clean(number, index, block)
+        if clean is None or not look.takes(clean):
+            for parsed in self._parsed(number, index, block):
+                look.take(parsed)
+                if look.found.num_rows % _CLOCK_ROWS == 0 and look.is_over():
+                    return False
+        return not look.is_over()
+
+    def _place(self, file: int, line: int) -> str:
         return f"{self._files[file].path}:{line}"
 
-    def _place(self, parsed: _Parsed) -> str:
-        return f"{self._files[parsed.file].path}:{parsed.record.line}"
-
-    def _parsed(self, start: int) -> Iterator[_Parsed]:
-        """Every record from row `start` on; those before it are counted, not parsed."""
+    def _blocks(self, start: int) -> Iterator[tuple[int, int, RecordBlock]]:
+        """(file, index of the first row, block) from row `start` on; what is before is counted."""
         index = 0
         for number, file in enumerate(self._files):
             if file.num_rows is not None and index + file.num_rows <= start:
                 index += file.num_rows
                 continue
             first = index
-            for record in self._form.records(file):
-                index = first + record.row + 1
+            for block in self._form.blocks(file):
+                at = first + block.row
+                index = at + len(block)
                 if index > start:
-                    yield self._parse(index - 1, number, record)
+                    skipped = max(start - at, 0)
+                    yield number, at + skipped, block.behind(skipped) if skipped else block
             if file.num_rows is None:
                 self._files[number] = replace(file, num_rows=index - first)
 
-    def _parse(self, index: int, file: int, record: Record) -> _Parsed:
-        parsed = _Parsed(index, file, record, "", {})
+    def _clean(self, number: int, index: int, block: RecordBlock) -> Clean | None:
+        """The block as a whole, if every record of it is a row that fits."""
+        values = self._form.parse_all(block)
+        if values is None:
+            return None
+        ids: Sequence[Any]
+        if self.id_column is None:
+            name = self._files[number].name
+            ids = [f"{name}:{row}" for row in range(block.row, block.row + len(block))]
+        else:
+            ids = [each.get(self.id_column) for each in values]
+            if set(map(type, ids)) - {str, int}:
+                return None
+        clean = Clean(index, number, block, ids, values)
+        is_typed = self._kinds is None or index + len(block) <= self._num_typed
+        return clean if is_typed or clean.fits(self._form, self._kinds or {}) else None
+
+    def _parsed(self, number: int, index: int, block: RecordBlock) -> Iterator[Parsed]:
+        for offset, record in enumerate(block.records()):
+            yield self._parse(number, index + offset, record)
+
+    def _parse(self, file: int, index: int, record: Record) -> Parsed:
+        parsed = Parsed(index, file, record, "", {})
         try:
             parsed.values, parsed.error = self._form.parse(record)
             if self.id_column is not None:
@@ -152,62 +136,73 @@ class TextSource:
         if self.id_column is None:
             parsed.typed_id = self._row_id(file, record)
         if self._kinds is not None and index >= self._num_typed:
-            parsed.malformed = self._misfit(self._kinds, parsed.values)
+            parsed.malformed = misfit(self._form, self._kinds, parsed.values)
         return parsed
 
     def _row_id(self, file: int, record: Record) -> str:
         """The name of a row that brings none."""
         return f"{self._files[file].name}:{record.row}"
 
-    def _misfit(self, kinds: dict[str, Kind], values: dict[str, Any]) -> str | None:
-        """Why a row does not fit the types of the rows that decided them."""
-        advice = "input.check: full takes the types from all rows"
-        for name, value in values.items():
-            kind = kinds.get(name)
-            if kind is None:
-                return (
-                    f"the key {name} was in none of the rows that the columns come from; {advice}"
-                )
-            if not self._form.fits(kind, value):
-                is_struct = kind.name is KindName.STRUCT
-                words = "an object of known keys" if is_struct else kind.words()
-                return f"the value of {name} is not {words} as in the rows before; {advice}"
-        return None
-
     def places(self) -> Iterator[tuple[str | int, str]]:
         """Every readable id with the line that holds it."""
-        for parsed in self._parsed(0):
-            if parsed.malformed is None:
-                yield parsed.typed_id, self._place(parsed)
+        for number, index, block in self._blocks(0):
+            clean = self._clean(number, index, block)
+            if clean is not None:
+                for typed_id, line in zip(clean.ids, block.lines, strict=True):
+                    yield typed_id, self._place(number, line)
+                continue
+            for parsed in self._parsed(number, index, block):
+                if parsed.malformed is None:
+                    yield parsed.typed_id, self._place(number, parsed.record.line)
 
     def rows(self, start: int, columns: Sequence[str] | None) -> Iterator[RowBatch]:
         """Rows from `start` on, at most 1024 or about 8 MiB of text in one batch."""
-        batch = RowBatch([], [], [])
-        num_bytes = 0
-        for parsed in self._parsed(start):
-            batch.rows.append(self._row(parsed, columns))
-            if parsed.malformed is not None:
-                batch.faults.append((parsed.index, f"{self._place(parsed)}: {parsed.malformed}"))
-            if batch.lines is not None:
-                batch.lines.append(parsed.record.line)
-            num_bytes += parsed.record.num_bytes
-            if len(batch.rows) >= _BATCH_ROWS or num_bytes >= _BATCH_BYTES:
+        batch, num_bytes = RowBatch([], [], []), 0
+        for number, index, block in self._blocks(start):
+            block_bytes = sum(block.sizes)
+            is_full = len(batch.rows) + len(block) > BLOCK_ROWS
+            if batch.rows and (is_full or num_bytes + block_bytes > _BATCH_BYTES):
                 yield batch
-                batch = RowBatch([], [], [])
-                num_bytes = 0
+                batch, num_bytes = RowBatch([], [], []), 0
+            self._add_rows(batch, number, index, block, columns)
+            num_bytes += block_bytes
         if batch.rows:
             yield batch
 
-    def _row(self, parsed: _Parsed, columns: Sequence[str] | None) -> Row:
+    def _add_rows(
+        self,
+        batch: RowBatch,
+        number: int,
+        index: int,
+        block: RecordBlock,
+        columns: Sequence[str] | None,
+    ) -> None:
+        assert batch.lines is not None
+        batch.lines.extend(block.lines)
+        kinds = self._kinds or {}
+        wanted = columns if columns is not None else list(kinds)
+        clean = self._clean(number, index, block) if columns is not None or kinds else None
+        if clean is not None:
+            values = [self._form.row_values(kinds.get(n), clean.column(n)) for n in wanted]
+            batch.rows.extend(make_rows(index, number, block.row, clean.ids, wanted, values))
+            return
+        for parsed in self._parsed(number, index, block):
+            if parsed.malformed is not None:
+                place = self._place(number, parsed.record.line)
+                batch.faults.append((parsed.index, f"{place}: {parsed.malformed}"))
+            batch.rows.append(self._row(parsed, columns))
+
+    def _row(self, parsed: Parsed, columns: Sequence[str] | None) -> Row:
         error = parsed.error
         if parsed.malformed is not None:
-            error = f"malformed row at {self._place(parsed)}: {parsed.malformed}"
+            place = self._place(parsed.file, parsed.record.line)
+            error = f"malformed row at {place}: {parsed.malformed}"
         values: dict[str, Any] = {}
         if error is None:
             kinds = self._kinds or {}
             wanted = columns if columns is not None else kinds or parsed.values
-            convert = self._form.row_value
-            values = {name: convert(kinds.get(name), parsed.values.get(name)) for name in wanted}
+            convert = self._form.row_values
+            values = {n: convert(kinds.get(n), (parsed.values.get(n),))[0] for n in wanted}
         return Row(
             index=parsed.index,
             file=parsed.file,
@@ -221,29 +216,43 @@ class TextSource:
     def carried(self, schema: pa.Schema, start: int) -> Iterator[tuple[pa.RecordBatch, Faults]]:
         """The columns of `schema`; a malformed row has null in every column that does not fit."""
         assert self._kinds is not None, "the columns of text files are known after a scan"
-        form = self._form
-        unknown = form.settle({"": NULL})[""]
+        unknown = self._form.settle({"": NULL})[""]
         kinds = {name: self._kinds.get(name, unknown) for name in schema.names}
         columns: list[list[Any]] = [[] for _ in kinds]
         faults = Faults()
-        num_rows = 0
-        num_bytes = 0
-        for parsed in self._parsed(start):
-            if parsed.malformed is not None:
-                faults.add(f"{self._place(parsed)}: {parsed.malformed}")
-            values = parsed.values
-            if parsed.malformed is not None:  # what does not fit is null
-                values = {n: v for n, v in values.items() if n in kinds and form.fits(kinds[n], v)}
-            for column, (name, kind) in zip(columns, kinds.items(), strict=True):
-                column.append(form.arrow_value(kind, values.get(name)))
-            num_rows += 1
-            num_bytes += parsed.record.num_bytes
-            if num_rows >= _BATCH_ROWS or num_bytes >= _BATCH_BYTES:
+        num_rows = num_bytes = 0
+        for number, index, block in self._blocks(start):
+            block_bytes = sum(block.sizes)
+            is_full = num_rows + len(block) > BLOCK_ROWS
+            if num_rows and (is_full or num_bytes + block_bytes > _BATCH_BYTES):
                 yield _record_batch(columns, num_rows, schema), faults
                 columns, faults = [[] for _ in kinds], Faults()
                 num_rows = num_bytes = 0
+            found = self._columns(number, index, block, kinds, faults)
+            for column, (name, kind) in zip(columns, kinds.items(), strict=True):
+                column.extend(self._form.arrow_values(kind, found[name]))
+            num_rows += len(block)
+            num_bytes += block_bytes
         if num_rows:
             yield _record_batch(columns, num_rows, schema), faults
+
+    def _columns(
+        self, number: int, index: int, block: RecordBlock, kinds: dict[str, Kind], faults: Faults
+    ) -> dict[str, list[Any]]:
+        """The values of a block by column, without those that do not fit."""
+        clean = self._clean(number, index, block)
+        if clean is not None:
+            return {name: clean.column(name) for name in kinds}
+        found: dict[str, list[Any]] = {name: [] for name in kinds}
+        for parsed in self._parsed(number, index, block):
+            values = parsed.values
+            if parsed.malformed is not None:
+                faults.add(f"{self._place(number, parsed.record.line)}: {parsed.malformed}")
+                fits = self._form.fits
+                values = {n: v for n, v in values.items() if n in kinds and fits(kinds[n], (v,))}
+            for name, column in found.items():
+                column.append(values.get(name))
+        return found
 
 
 def _record_batch(columns: list[list[Any]], num_rows: int, schema: pa.Schema) -> pa.RecordBatch:
