@@ -4,7 +4,6 @@ A template that passes the messages' text through unread is run once per sequenc
 further conversation of that shape is put together from the text between its messages.
 """
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,12 +14,15 @@ from batchmla.errors import JobError
 from batchmla.text.environment import chat_environment
 from batchmla.text.marked import MarkedText
 from batchmla.text.template import MarkedTemplate, TemplateFault
+from batchmla.text.template_files import find_template
 from batchmla.text.tokenizer import Tokenizer
 
 Thinking = Literal["auto", "on", "off"]
 Message = Mapping[str, Any]  # role: str, content: MarkedText or parts, and what else it has
+Tools = Sequence[Mapping[str, Any]]  # definitions as transformers takes them
 
 SWITCHES = ("thinking", "enable_thinking")
+_EFFORT = "reasoning_effort"
 _MAX_SHAPES = 1024
 _PAD = "\u3000\n\t "  # white space that no template writes
 _MARKER = re.compile("\ue0f0([0-9]+)\ue0f1")
@@ -44,12 +46,22 @@ _Shape = tuple[str | _Slot, ...]
 
 
 class ChatTemplate:
-    """One chat template with the thinking switch set."""
+    """One chat template with the thinking switch set, and the tools of all conversations."""
 
     def __init__(
-        self, source: str, tokenizer: Tokenizer, *, where: str, thinking: Thinking = "auto"
+        self,
+        source: str,
+        tokenizer: Tokenizer,
+        *,
+        where: str,
+        thinking: Thinking = "auto",
+        tools: Tools = (),
+        has_tools: bool = False,
     ) -> None:
-        """`where` names the template in messages. Raises JobError if it cannot be used so."""
+        """`where` names the template in messages; `has_tools`: whether `render` will be given some.
+
+        Raises JobError if it cannot be used so.
+        """
         try:
             self._template = MarkedTemplate(source, chat_environment(), tokenizer.control)
         except TemplateFault as fault:
@@ -62,9 +74,14 @@ class ChatTemplate:
                 f"reasoning.thinking: {thinking} needs a chat template with a thinking switch, and "
                 f"{where} has none ({' or '.join(SWITCHES)}); leave it at auto"
             )
+        if (tools or has_tools) and not self._template.reads("tools"):
+            raise JobError(
+                f"prompt.tools: {where} has no place for tool definitions; give a template that "
+                "uses the variable tools as prompt.chat_template, or leave prompt.tools out"
+            )
         self._constants: dict[str, Any] = {
             **tokenizer.special_tokens,
-            "tools": None,
+            "tools": list(tools) or None,
             "documents": None,
             "add_generation_prompt": True,
         }
@@ -81,24 +98,32 @@ class ChatTemplate:
         *,
         thinking: Thinking = "auto",
         override: str | Path | None = None,
+        tools: Tools = (),
+        has_tools: bool = False,
     ) -> "ChatTemplate":
-        """The template of a model folder, or the file `override` in its place."""
-        if override is not None:
-            return cls(_read(Path(override)), tokenizer, where=str(override), thinking=thinking)
-        found = find_template(folder, tokenizer)
+        """The template of a model folder, or `override`: a file in its place, or a name of many."""
+        needs_tools = has_tools or bool(tools)
+        found = find_template(folder, tokenizer, has_tools=needs_tools, asked=override)
         if found is None:
             raise JobError(
                 f"{folder} has no chat template; write the whole prompt with prompt.raw, or give a "
                 "template file as prompt.chat_template"
             )
         source, where = found
-        return cls(source, tokenizer, where=where, thinking=thinking)
+        return cls(
+            source, tokenizer, where=where, thinking=thinking, tools=tools, has_tools=has_tools
+        )
 
-    def render(self, messages: Sequence[Message]) -> MarkedText:
+    def render(
+        self, messages: Sequence[Message], *, tools: Tools = (), effort: str | None = None
+    ) -> MarkedText:
         """The prompt of a conversation, ready for the next assistant turn.
 
+        `tools` are this conversation's own, `effort` the level of reasoning that it asks for.
         Raises TemplateFault when the template refuses the conversation.
         """
+        if tools or effort is not None:
+            return self._render(messages, tools, effort)
         roles = _plain_roles(messages) if self._is_steady else None
         if roles is None:
             return self._render(messages)
@@ -109,8 +134,26 @@ class ChatTemplate:
         shape = self._shapes[roles]
         return self._render(messages) if shape is None else _filled(shape, messages)
 
-    def _render(self, messages: Sequence[Message]) -> MarkedText:
-        return self._template.render({**self._constants, "messages": list(messages)})
+    def _render(
+        self, messages: Sequence[Message], tools: Tools = (), effort: str | None = None
+    ) -> MarkedText:
+        values = {**self._constants, "messages": list(messages)}
+        if tools:
+            values["tools"] = list(tools)
+        if effort is not None:
+            values |= self._effort(effort)
+        return self._template.render(values)
+
+    def _effort(self, effort: str) -> dict[str, Any]:
+        """The variables that ask for a level of reasoning; "none" is the switch where there is one.
+
+        Raises TemplateFault when the template knows neither.
+        """
+        if effort == "none" and self.switches:
+            return dict.fromkeys(self.switches, False)
+        if not self._template.reads(_EFFORT):
+            raise TemplateFault(f"it has no variable {_EFFORT}")
+        return {_EFFORT: effort}
 
     def _shape(self, roles: tuple[str, ...]) -> _Shape | None:
         """The text around the messages of these roles, or None if it depends on what they say."""
@@ -130,45 +173,6 @@ class ChatTemplate:
         except TemplateFault:
             return None
         return shape
-
-
-def find_template(folder: str | Path, tokenizer: Tokenizer) -> tuple[str, str] | None:
-    """A model folder's chat template and where it stands, or None."""
-    folder = Path(folder)
-    file = folder / "chat_template.jinja"
-    if file.is_file():
-        return _read(file), str(file)
-    in_config = tokenizer.config.get("chat_template")
-    file = folder / "tokenizer_config.json"
-    if in_config is None and (folder / "chat_template.json").is_file():
-        file = folder / "chat_template.json"
-        in_config = json.loads(_read(file)).get("chat_template")
-    if in_config is None:
-        return None
-    if isinstance(in_config, str):
-        return in_config, str(file)
-    named = {
-        str(entry.get("name")): entry.get("template")
-        for entry in (in_config if isinstance(in_config, list) else ())
-        if isinstance(entry, Mapping)
-    }
-    default = named.get("default")
-    if not isinstance(default, str):
-        names = ", ".join(sorted(named)) or "none"
-        raise JobError(
-            f"{file}: its chat templates ({names}) hold no 'default'; give the one to use as "
-            "prompt.chat_template"
-        )
-    return default, f"{file} (default)"
-
-
-def _read(file: Path) -> str:
-    try:
-        return file.read_bytes().decode()
-    except FileNotFoundError:
-        raise JobError(f"prompt.chat_template: {file} does not exist") from None
-    except (OSError, UnicodeDecodeError) as fault:
-        raise JobError(f"prompt.chat_template: {file} cannot be read: {fault}") from None
 
 
 def _conversation(roles: Sequence[str], texts: Sequence[str]) -> list[dict[str, Any]]:
