@@ -13,8 +13,8 @@ class Closed(Exception):
 class Channel(Generic[T]):
     """`put` waits while more than `max_bytes` are queued; one item always fits.
 
-    The reader is woken when the queue is half full or ended, else by its own clock: a wake-up for
-    every item would cost more than the item.
+    The reader is woken when the queue is half full or ended or somebody is in a hurry, else by its
+    own clock: a wake-up for every item would cost more than the item.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -23,6 +23,7 @@ class Channel(Generic[T]):
         self._queued_bytes = 0
         self._is_ended = False
         self._is_closed = False
+        self._is_pressing = False
         self._lock = threading.Lock()  # entered at less cost than its condition
         self._changed = threading.Condition(self._lock)
 
@@ -35,7 +36,15 @@ class Channel(Generic[T]):
                 raise Closed
             self._items.append(item)
             self._queued_bytes += item_bytes
-            if self._is_pressing:
+            if self._queued_bytes * 2 > self._max_bytes and not self._is_pressing:
+                self._is_pressing = True
+                self._changed.notify_all()
+
+    def hurry(self) -> None:
+        """Has what is queued taken soon."""
+        with self._lock:
+            if self._items and not self._is_pressing:
+                self._is_pressing = True
                 self._changed.notify_all()
 
     def get_all(self, wait_s: float) -> list[T] | None:
@@ -47,12 +56,9 @@ class Channel(Generic[T]):
                 return None
             items, self._items = self._items, []
             self._queued_bytes = 0
+            self._is_pressing = False
             self._changed.notify_all()
             return items
-
-    @property
-    def _is_pressing(self) -> bool:
-        return self._queued_bytes * 2 > self._max_bytes
 
     def end(self) -> None:
         """The writer's side: no item follows."""

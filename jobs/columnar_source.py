@@ -10,10 +10,11 @@ import pyarrow.compute as pc
 from pyarrow import types
 
 from batchmla.errors import JobError
+from batchmla.jobs.array_values import array_values
 from batchmla.jobs.ids import IdIndex
 from batchmla.jobs.input_file import InputFile
 from batchmla.jobs.parquet_schema import meets_as_number, plain_type, python_type, unify
-from batchmla.jobs.row import Row
+from batchmla.jobs.row import Row, make_rows
 from batchmla.jobs.source import ROW_NUMBER, Faults, RowBatch, Scan
 from batchmla.jobs.unique import DistinctIds
 
@@ -126,7 +127,7 @@ class ColumnarSource:
         for number, file in enumerate(self.files):
             row = 0
             for batch in self._batches(number, 0, [self.id_column], _ID_BATCH):
-                yield file, row, _column(batch, self.id_column)
+                yield file, row, _column(batch, self.id_column)[0]
                 row += batch.num_rows
 
     def _no_id(self, file: InputFile, row: int) -> str:
@@ -153,15 +154,35 @@ class ColumnarSource:
         self, batch: pa.RecordBatch, number: int, first: int, row: int, wanted: list[str]
     ) -> RowBatch:
         file = self.files[number]
-        data = {name: _column(batch, name) for name in wanted}
-        id_values: list[Any] | None = None
-        if self.id_column is not None:
-            id_values = data.get(self.id_column) or _column(batch, self.id_column)
-        if id_values is None:
+        found = {name: _column(batch, name) for name in wanted}
+        data = {name: values for name, (values, _) in found.items()}
+        partly = [name for name, (_, is_readable) in found.items() if not is_readable]
+        id_values: list[Any] = []
+        are_readable = True
+        if self.id_column is None:
             id_values = [f"{file.name}:{row + offset}" for offset in range(batch.num_rows)]
+        else:
+            known = found.get(self.id_column) or _column(batch, self.id_column)
+            id_values, are_readable = known
+        if not partly and are_readable and None not in id_values:
+            columns = list(data.values())
+            rows = make_rows(first + row, number, row, id_values, list(data), columns)
+            return RowBatch(rows, [])
+        return self._faulty_batch(data, partly, id_values, number, first, row)
+
+    def _faulty_batch(
+        self,
+        data: dict[str, list[Any]],
+        partly: list[str],
+        id_values: list[Any],
+        number: int,
+        first: int,
+        row: int,
+    ) -> RowBatch:
+        """Rows of which some have no id, or an unreadable value in one of the columns `partly`."""
+        file = self.files[number]
         made = RowBatch([], [])
-        partly = [name for name, column in data.items() if any(v is _UNREADABLE for v in column)]
-        columns = zip(*data.values(), strict=True) if data else iter([()] * batch.num_rows)
+        columns = zip(*data.values(), strict=True) if data else iter([()] * len(id_values))
         names = tuple(data)
         for offset, (typed_id, one) in enumerate(zip(id_values, columns, strict=True)):
             values = dict(zip(names, one, strict=True))
@@ -227,19 +248,22 @@ def _place(file: InputFile, row: int) -> str:
     return f"{file.path}, row {row} (counted from 0)"
 
 
-def _column(batch: pa.RecordBatch, name: str) -> list[Any]:
-    """A column as Python values; what cannot be one is `_UNREADABLE`; a missing column is null."""
+def _column(batch: pa.RecordBatch, name: str) -> tuple[list[Any], bool]:
+    """A column as Python values, and whether all can be ones; what cannot is `_UNREADABLE`.
+
+    A missing column is null.
+    """
     if name not in batch.schema.names:
-        return [None] * batch.num_rows
+        return [None] * batch.num_rows, True
     column = batch.column(name)
     target = python_type(column.type)
     try:
         if target != column.type:
             column = column.cast(target, safe=False)
-        values: list[Any] = column.to_pylist(maps_as_pydicts="lossy")
+        return array_values(column), True
     except (ValueError, OverflowError, pa.ArrowException):
         values = [_value(column[row]) for row in range(len(column))]
-    return values
+    return values, all(value is not _UNREADABLE for value in values)
 
 
 def _plain(batch: pa.RecordBatch, name: str) -> pa.Array:

@@ -127,13 +127,16 @@ class Journal:
         self._rows.append(row)
         self._rows_bytes += row_bytes
 
+    @property
+    def is_full(self) -> bool:
+        """Whether enough has gathered for a segment."""
+        return len(self._rows) >= self._pace.rows or self._rows_bytes >= self._pace.num_bytes
+
     def is_due(self) -> bool:
         """Whether enough has gathered, or has waited long enough, for a segment."""
-        return bool(self._rows) and (
-            len(self._rows) >= self._pace.rows
-            or self._rows_bytes >= self._pace.num_bytes
-            or time.monotonic() - self._oldest_s >= self._pace.wait_s
-        )
+        if not self._rows:
+            return False
+        return self.is_full or time.monotonic() - self._oldest_s >= self._pace.wait_s
 
     def flush(self) -> None:
         """Writes what has gathered as one segment."""

@@ -7,25 +7,70 @@ bytes base64, NaN and infinities null, maps objects if their keys are text and e
 import json
 import math
 from base64 import b64encode
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import repeat
+from json.encoder import encode_basestring
 from typing import Any
 
 import pyarrow as pa
 from pyarrow import types
 
+from batchmla.jobs.array_values import array_values
 from batchmla.jobs.parquet_schema import plain_type
 
 _LINE_MARKS = tuple((mark, f"\\u{ord(mark):04x}") for mark in "\x85\u2028\u2029")
 _ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False)
+_WRITERS: Mapping[type, Callable[[Any], str]] = {
+    str: encode_basestring,
+    int: int.__repr__,
+    bool: {True: "true", False: "false"}.__getitem__,
+    type(None): lambda _: "null",
+}
 
 
 def json_line(value: Any) -> bytes:
     """One line of JSON with its end; no reader takes a character in it for another line end."""
-    text = _ENCODER.encode(value)
+    return _encoded(_ENCODER.encode(value) + "\n")
+
+
+def json_lines(columns: Mapping[str, pa.ChunkedArray], num_rows: int) -> bytes:
+    """The same for rows whose columns are the keys of an object, in the order given."""
+    pieces: list[Iterable[str]] = []
+    before = "{"
+    for name, column in columns.items():
+        before += f"{encode_basestring(name)}: "
+        if column.null_count == num_rows:
+            before += "null"
+        else:
+            pieces += [repeat(before, num_rows), map(_text, json_values(column))]
+            before = ""
+        before += ", "
+    end = before.removesuffix(", ") + "}\n"
+    lines = map("".join, zip(*pieces, repeat(end, num_rows), strict=True))
+    return _encoded("".join(lines))
+
+
+def json_rows(table: pa.Table) -> Iterator[dict[str, Any]]:
+    """The rows of a table as objects."""
+    names = table.column_names
+    columns = [json_values(column) for column in table.columns]
+    rows = zip(*columns, strict=True) if columns else iter([()] * table.num_rows)
+    return (dict(zip(names, row, strict=True)) for row in rows)
+
+
+def _text(value: Any) -> str:
+    """What the encoder makes of a value."""
+    if (write := _WRITERS.get(type(value))) is not None:
+        return write(value)
+    return _ENCODER.encode(value)
+
+
+def _encoded(text: str) -> bytes:
+    """JSON with the characters escaped that some readers take for line ends."""
     if not text.isascii():
         for mark, escape in _LINE_MARKS:
             text = text.replace(mark, escape)
-    return text.encode() + b"\n"
+    return text.encode()
 
 
 def json_values(column: pa.ChunkedArray) -> list[Any]:
@@ -50,7 +95,7 @@ def _values(array: pa.Array) -> list[Any]:
         return _maps(array)
     if _is_list(dtype):
         return _lists(array, _values)
-    values: list[Any] = array.to_pylist()
+    values = array_values(array)
     if types.is_floating(dtype):
         return [one if one is None or math.isfinite(one) else None for one in values]
     if types.is_binary(dtype) or types.is_large_binary(dtype) or types.is_fixed_size_binary(dtype):

@@ -7,7 +7,7 @@ that the engine has finished are durable when `run` returns or raises.
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,7 +74,7 @@ class Loop:
         self._failed = 0
         self._failure: BaseException | None = None
         self._is_halted = False
-        self._channel: Channel[Finished | tuple[Waiting, Completion]] = Channel(_CHANNEL_BYTES)
+        self._channel: Channel[Finished | Completion] = Channel(_CHANNEL_BYTES)
         self._engine: Engine | None = None
 
     @property
@@ -124,15 +124,17 @@ class Loop:
         self.effective = {**loaded.effective, **self._text.effective}
         self._engine, self.phase = engine, "running"
         started_s = time.monotonic()
-        source = _Source(take=self._signals.guarded(self._packer.take))
+        source = _Source(take=self._signals.guarded(self._take))
         completions = engine.generate(source)
         try:
             while not self._is_halted:
                 completion = self._signals.interruptibly(next, completions, None)
                 if completion is None:
                     break
-                waiting = self._packer.finish(completion)
-                self._channel.put((waiting, completion), completion.token_ids.nbytes + _ROW_BYTES)
+                num_tokens = len(completion.token_ids)
+                if completion.error is None:
+                    self._packer.estimate.add(num_tokens)
+                self._channel.put(completion, 4 * num_tokens + _ROW_BYTES)
         except Closed:
             pass
         finally:
@@ -143,6 +145,14 @@ class Loop:
             if close is not None:
                 close()
             engine.close()
+
+    def _take(self, limit: int, *, wait: bool) -> Sequence[Prompt]:
+        """What the packer gives; before the engine waits, what it has finished makes room."""
+        taken = self._packer.take(limit, wait=False)
+        if taken or not wait:
+            return taken
+        self._channel.hurry()
+        return self._packer.take(limit, wait=True)
 
     # the reader's thread
 
@@ -178,22 +188,23 @@ class Loop:
         if len(missing) < len(rows):
             wanted = set(missing.tolist())
             rows = [row for row in rows if row.index in wanted]
+        waiting: list[Waiting] = []
         for row, made in zip(rows, self._text.prompts(rows), strict=True):
             if isinstance(made, str):
-                self._channel.put(
-                    _error_row(row.index, row.file, row.number, row.id, made), _ROW_BYTES
-                )
+                failed = _error_row(row.index, row.file, row.number, row.id, made)
+                self._channel.put(failed, _ROW_BYTES)
             else:
-                self._packer.put(Waiting(made, row.file, row.number))
+                waiting.append(Waiting(made, row.file, row.number))
+        self._packer.put(waiting)
 
     # the writer's thread
 
     def _finish(self) -> None:
         try:
             while (items := self._channel.get_all(_GATHER_S)) is not None:
-                for item in items:
-                    self._keep(item)
-                    if self._journal.is_due():
+                for row in self._rows_of(items):
+                    self._keep(row)
+                    if self._journal.is_full:
                         self._save()
                 if self._journal.is_due():
                     self._save()
@@ -206,8 +217,13 @@ class Loop:
         self._journal.flush()
         self._writer.advance(self.end, lambda: self._is_halted or self._signals.is_stopping())
 
-    def _keep(self, item: Finished | tuple[Waiting, Completion]) -> None:
-        row = item if isinstance(item, Finished) else self._columns(*item)
+    def _rows_of(self, items: Sequence[Finished | Completion]) -> Iterator[Finished]:
+        completions = [item for item in items if isinstance(item, Completion)]
+        found = iter(self._packer.finish(completions))
+        for item in items:
+            yield item if isinstance(item, Finished) else self._columns(next(found), item)
+
+    def _keep(self, row: Finished) -> None:
         num_bytes = _ROW_BYTES + len(row.reasoning or "") + len(row.content or "")
         if row.token_ids is not None:
             num_bytes += row.token_ids.nbytes + row.prompt_token_ids.nbytes
@@ -234,19 +250,19 @@ class Loop:
             return _error_row(*place, reason, len(prompt.token_ids))
         return Finished(
             *place,
-            reasoning=answer.reasoning,
-            content=answer.content,
-            tool_calls=None if answer.tool_calls is None else [dict(c) for c in answer.tool_calls],
-            finish_reason=answer.finish_reason,
-            reasoning_state=answer.reasoning_state,
-            lossy=answer.lossy,
-            prompt_tokens=completion.prompt_tokens,
-            cached_tokens=completion.cached_tokens,
-            reasoning_tokens=answer.reasoning_tokens,
-            content_tokens=answer.content_tokens,
-            prompt_token_ids=prompt.token_ids if self._token_ids else None,
-            token_ids=completion.token_ids if self._token_ids else None,
-            tool_error=answer.tool_error,
+            answer.reasoning,
+            answer.content,
+            None if answer.tool_calls is None else [dict(call) for call in answer.tool_calls],
+            answer.finish_reason,
+            answer.reasoning_state,
+            answer.lossy,
+            completion.prompt_tokens,
+            completion.cached_tokens,
+            answer.reasoning_tokens,
+            answer.content_tokens,
+            prompt.token_ids if self._token_ids else None,
+            completion.token_ids if self._token_ids else None,
+            answer.tool_error,
         )
 
     def _halt(self, error: BaseException | None) -> None:

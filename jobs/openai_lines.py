@@ -9,6 +9,9 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
 
+import pyarrow as pa
+
+from batchmla.jobs.json_values import json_line, json_rows
 from batchmla.jobs.openai_body import CHAT, TEXT
 
 _BESIDE = ("reasoning_state", "lossy", "tool_error")
@@ -24,7 +27,12 @@ class BatchLines:
     url: str | None  # of all rows; None: the carried column `url` says it
     has_token_ids: bool
 
-    def line(self, carried: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    def lines(self, carried: pa.Table, own: pa.Table) -> bytes:
+        """Row by row."""
+        rows = zip(json_rows(carried), json_rows(own), strict=True)
+        return b"".join(json_line(self._line(*row)) for row in rows)
+
+    def _line(self, carried: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
         """A result, or an error."""
         row_id = own["row_id"]
         key = blake2b(f"{self.job_id}\0{row_id}".encode(), digest_size=12).hexdigest()

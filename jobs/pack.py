@@ -7,8 +7,7 @@ packed order. Bounded in bytes, and in how far a prompt may lie ahead of the old
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from batchmla.core import Completion, Prompt
 from batchmla.jobs.estimate import LengthEstimate
@@ -23,8 +22,7 @@ class Stopped(Exception):
     """The run is ending: no prompt is taken any more."""
 
 
-@dataclass(frozen=True, slots=True)
-class Waiting:
+class Waiting(NamedTuple):
     """A prompt with its row's place in the input."""
 
     prompt: Prompt
@@ -33,7 +31,7 @@ class Waiting:
 
     @property
     def num_bytes(self) -> int:
-        return int(self.prompt.token_ids.nbytes) + _PROMPT_BYTES
+        return 4 * len(self.prompt.token_ids) + _PROMPT_BYTES
 
 
 class Packer:
@@ -73,20 +71,18 @@ class Packer:
 
     # the reader's side
 
-    def put(self, waiting: Waiting) -> None:
-        """Adds the next prompt in input order; waits for room. Raises `Stopped`."""
-        index, num_bytes = waiting.prompt.index, waiting.num_bytes
+    def put(self, prompts: Sequence[Waiting]) -> None:
+        """Adds the next prompts in input order; waits for room. Raises `Stopped`."""
+        if not prompts:
+            return
+        num_bytes = sum(each.num_bytes for each in prompts)
         with self._lock:
-            if not self._has_room(index, num_bytes):
-                self._wanted = (index, num_bytes)
-                while not self._is_stopped and not self._has_slack():
-                    self._changed.wait()
-                self._wanted = None
-            if self._is_stopped:
-                raise Stopped
-            self._unfinished.append(index)
-            self._next.append(waiting)
-            self._waiting_bytes += num_bytes
+            if self._has_room_for_all(prompts, num_bytes):
+                self._add(prompts, num_bytes)
+            else:
+                for each in prompts:
+                    self._wait_for_room(each.prompt.index, each.num_bytes)
+                    self._add((each,), each.num_bytes)
             if self._is_hungry:
                 self._changed.notify_all()
 
@@ -107,10 +103,11 @@ class Packer:
             while len(taken) < limit and (self._ready or self._next):
                 if not self._ready:
                     self._pack()
-                waiting = self._ready.popleft()
-                self._waiting_bytes -= waiting.num_bytes
-                self._taken[waiting.prompt.index] = waiting
-                taken.append(waiting)
+                count = min(limit - len(taken), len(self._ready))
+                part = [self._ready.popleft() for _ in range(count)]
+                self._waiting_bytes -= sum(each.num_bytes for each in part)
+                taken += part
+            self._taken.update((each.prompt.index, each) for each in taken)
             self._wake_reader()
         return [self._with_length(each.prompt) for each in taken]
 
@@ -119,18 +116,16 @@ class Packer:
         with self._lock:
             return self._wait_for_prompt()
 
-    def finish(self, completion: Completion) -> Waiting:
-        """Takes note of a finished row and returns what was put for it."""
+    def finish(self, completions: Sequence[Completion]) -> list[Waiting]:
+        """Takes note of finished rows and returns what was put for each."""
+        indices = [completion.index for completion in completions]
         with self._lock:
-            waiting = self._taken.pop(completion.index)
-            self._finished.add(completion.index)
-            if self._unfinished[0] == completion.index:
-                while self._unfinished and self._unfinished[0] in self._finished:
-                    self._finished.remove(self._unfinished.popleft())
-                self._wake_reader()
-        if completion.error is None:
-            self.estimate.add(len(completion.token_ids))
-        return waiting
+            found = list(map(self._taken.pop, indices))
+            self._finished.update(indices)
+            while self._unfinished and self._unfinished[0] in self._finished:
+                self._finished.remove(self._unfinished.popleft())
+            self._wake_reader()
+        return found
 
     def stop(self) -> None:
         """Lets both sides go: `put` raises, `take` gives nothing."""
@@ -151,6 +146,28 @@ class Packer:
         )
 
     # under the lock
+
+    def _add(self, prompts: Sequence[Waiting], num_bytes: int) -> None:
+        if self._is_stopped:
+            raise Stopped
+        self._unfinished.extend(each.prompt.index for each in prompts)
+        self._next.extend(prompts)
+        self._waiting_bytes += num_bytes
+
+    def _has_room_for_all(self, prompts: Sequence[Waiting], num_bytes: int) -> bool:
+        oldest = self._unfinished[0] if self._unfinished else prompts[0].prompt.index
+        is_near = prompts[-1].prompt.index < oldest + self._window_rows
+        return is_near and self._waiting_bytes + num_bytes <= self._window_bytes
+
+    def _wait_for_room(self, index: int, num_bytes: int) -> None:
+        if self._has_room(index, num_bytes):
+            return
+        self._wanted = (index, num_bytes)
+        if self._is_hungry:
+            self._changed.notify_all()
+        while not self._is_stopped and not self._has_slack():
+            self._changed.wait()
+        self._wanted = None
 
     def _wait_for_prompt(self) -> bool:
         """Waits until a prompt is there (true) or none will come (false)."""

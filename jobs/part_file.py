@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from batchmla.jobs.json_values import json_line, json_values
+from batchmla.jobs.json_values import json_lines
 from batchmla.jobs.remote import parquet_source
 
 _BATCH_ROWS = 2048
@@ -68,24 +68,26 @@ class ParquetParts:
 class LineForm(Protocol):
     """What a row is as a JSON object, and back."""
 
-    def line(self, carried: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-        """The object of a row."""
+    def lines(self, carried: pa.Table, own: pa.Table) -> bytes:
+        """The lines of all rows; own columns are those of the output, in their order."""
         ...
 
     def own(self, line: Mapping[str, Any]) -> dict[str, Any]:
-        """Our columns of it."""
+        """Our columns of a line's object."""
         ...
 
 
 class PlainLines:
-    """Carried columns, then ours, by name."""
+    """Carried columns, then ours, by name; every one, null or not."""
 
     def __init__(self, own: pa.Schema, prefix: str) -> None:
         self._names = {name: prefix + name for name in own.names}
 
-    def line(self, carried: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-        """Every column, null ones too."""
-        return {**carried, **{shown: own[name] for name, shown in self._names.items()}}
+    def lines(self, carried: pa.Table, own: pa.Table) -> bytes:
+        """Column by column."""
+        columns = dict(zip(carried.column_names, carried.columns, strict=True))
+        columns |= {self._names[name]: own.column(name) for name in own.column_names}
+        return json_lines(columns, own.num_rows)
 
     def own(self, line: Mapping[str, Any]) -> dict[str, Any]:
         """Ours by their unprefixed names."""
@@ -103,8 +105,10 @@ class JsonlParts:
         """A line a row."""
         with path.open("wb", buffering=1 << 20) as file:
             for carried, own in groups:
-                rows = zip(_rows(carried), _rows(own.select(self._own.names)), strict=True)
-                file.writelines(json_line(self._form.line(*row)) for row in rows)
+                own = own.select(self._own.names)
+                for start in range(0, own.num_rows, _BATCH_ROWS):
+                    part = carried.slice(start, _BATCH_ROWS), own.slice(start, _BATCH_ROWS)
+                    file.write(self._form.lines(*part))
 
     def read(self, path: Path) -> Iterator[tuple[pa.Table | None, pa.Table]]:
         """Ours only."""
@@ -117,10 +121,3 @@ class JsonlParts:
         """Read row by row."""
         tables = [table.select(names) for _, table in self.read(path)]
         return pa.concat_tables([self._own.empty_table().select(names), *tables])
-
-
-def _rows(table: pa.Table) -> Iterator[dict[str, Any]]:
-    names = table.column_names
-    columns = [json_values(column) for column in table.columns]
-    rows = zip(*columns, strict=True) if columns else iter([()] * table.num_rows)
-    return (dict(zip(names, row, strict=True)) for row in rows)

@@ -2,9 +2,7 @@
 written."""
 
 import json
-import logging
 import shutil
-from collections.abc import Iterator
 from importlib.resources import files
 from pathlib import Path
 
@@ -15,14 +13,6 @@ from typer.testing import CliRunner, Result
 from batchmla.cli import app
 
 WEIGHTS = "model.safetensors"
-
-
-@pytest.fixture(autouse=True)
-def logging_as_before() -> Iterator[None]:
-    root, ours = logging.getLogger(), logging.getLogger("batchmla")
-    before = (root.handlers[:], root.level, ours.level)
-    yield
-    root.handlers[:], root.level, ours.level = before
 
 
 @pytest.fixture

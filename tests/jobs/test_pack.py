@@ -30,7 +30,7 @@ def completion(index: int, num_tokens: int = 5) -> Completion:
 def packer_with(prompts: list[Prompt], *, window_rows: int = 1000, order: str = "auto") -> Packer:
     packer = Packer(order=order, window_rows=window_rows)  # type: ignore[arg-type]
     for each in prompts:
-        packer.put(Waiting(each, 0, each.index))
+        packer.put([Waiting(each, 0, each.index)])
     return packer
 
 
@@ -74,7 +74,7 @@ def test_nothing_ready_is_empty_without_waiting() -> None:
 def put_all(packer: Packer, prompts: list[Prompt], put: list[int]) -> threading.Thread:
     def run() -> None:
         for each in prompts:
-            packer.put(Waiting(each, 0, each.index))
+            packer.put([Waiting(each, 0, each.index)])
             put.append(each.index)
         packer.end()
 
@@ -98,13 +98,13 @@ def test_the_window_reaches_so_far_ahead_of_the_oldest_unfinished_row() -> None:
     assert settle(put) == 16
     taken = packer.take(16, wait=True)
     for each in taken[1:]:
-        packer.finish(completion(each.index))
+        packer.finish([completion(each.index)])
     assert settle(put) == 16  # row 0 still runs
-    packer.finish(completion(0))
+    packer.finish([completion(0)])
     assert settle(put) == 32
     while taken := packer.take(8, wait=True):
         for each in taken:
-            packer.finish(completion(each.index))
+            packer.finish([completion(each.index)])
     thread.join(5)
     assert put == list(range(60))
 
@@ -116,11 +116,11 @@ def test_the_window_is_bounded_in_bytes_but_takes_any_one_prompt() -> None:
     seen = 0
     while taken := packer.take(1, wait=True):
         seen += len(taken)
-        packer.finish(completion(taken[0].index))
+        packer.finish([completion(taken[0].index)])
     thread.join(5)
     assert seen == 10
     packer = Packer(order="input", window_rows=10, window_bytes=100)
-    packer.put(Waiting(prompt(0, [1] * 2000), 0, 0))
+    packer.put([Waiting(prompt(0, [1] * 2000), 0, 0)])
     assert len(packer.take(1, wait=False)) == 1
 
 
@@ -130,7 +130,7 @@ def test_stopping_lets_both_sides_go() -> None:
 
     def put() -> None:
         try:
-            packer.put(Waiting(prompt(1, [1]), 0, 1))
+            packer.put([Waiting(prompt(1, [1]), 0, 1)])
         except Stopped as error:
             failed.append(error)
 
@@ -195,3 +195,47 @@ def test_a_channel_is_bounded_and_ends() -> None:
     channel.close()
     with pytest.raises(Closed):
         channel.put(4, 1)
+
+
+def test_a_hurry_wakes_the_reader_of_a_channel() -> None:
+    channel: Channel[int] = Channel(1000)
+    channel.hurry()  # of nothing
+    channel.put(1, 1)
+    channel.hurry()
+    began_s = time.monotonic()
+    assert channel.get_all(30.0) == [1] and time.monotonic() - began_s < 5
+    waiting = threading.Timer(0.05, lambda: (channel.put(2, 1), channel.hurry()))
+    waiting.start()
+    assert channel.get_all(30.0) == [2] and time.monotonic() - began_s < 10
+
+
+def test_many_prompts_at_once_are_put_as_one_by_one() -> None:
+    prompts = [Waiting(prompt(i, [i] * (1 + i % 5)), 0, i) for i in range(200)]
+    alone, together = (Packer(order="input", window_rows=1000) for _ in range(2))
+    for each in prompts:
+        alone.put([each])
+    together.put(prompts)
+    together.put([])
+    for packer in (alone, together):
+        packer.end()
+    while taken := alone.take(7, wait=True):
+        assert [each.index for each in taken] == [
+            each.index for each in together.take(7, wait=True)
+        ]
+        done = [completion(each.index) for each in taken]
+        assert alone.finish(done) == together.finish(done)
+        assert [each.prompt.index for each in alone.finish([])] == []
+    assert not together.take(7, wait=True)
+
+
+def test_a_batch_beyond_the_window_goes_in_as_room_comes() -> None:
+    packer = Packer(order="input", window_rows=8, window_bytes=3000)
+    batch = [Waiting(prompt(i, [i] * 50), 0, i) for i in range(40)]
+    thread = threading.Thread(target=lambda: (packer.put(batch), packer.end()), daemon=True)
+    thread.start()
+    seen: list[int] = []
+    while taken := packer.take(3, wait=True):
+        seen += [each.index for each in taken]
+        packer.finish([completion(each.index) for each in taken])
+    thread.join(5)
+    assert seen == list(range(40))
