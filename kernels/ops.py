@@ -9,9 +9,12 @@ new tensors except where it says "in place".
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
+
+if TYPE_CHECKING:
+    from batchmla.kernels.sparse_ops import SparseOps
 
 
 class PackKind(StrEnum):
@@ -34,6 +37,7 @@ class Packed:
     shape: tuple[int, ...]
     plain: torch.Tensor | None = None
     laid_out: tuple[torch.Tensor, ...] = ()
+    panels: torch.Tensor | None = None  # for compiled kernels
 
 
 class RopeLayout(StrEnum):
@@ -313,3 +317,4 @@ class Ops:
     experts: ExpertsOp
     act_mul: ActMulOp
     sample: SampleOp
+    sparse: "SparseOps"

@@ -41,6 +41,12 @@ class ModelFacts:
         family = get_family(self.raw)
         return family.layout(self.config, kv_dtype, placement or Placement(), page_tokens)
 
+    @property
+    def kv_formats(self) -> tuple[str, ...]:
+        """What the family keeps rows in besides plain dtypes, as its `layout` spells it."""
+        formats: tuple[str, ...] = getattr(get_family(self.raw), "KV_FORMATS", ())
+        return formats
+
     def token_bytes_as(self, num_kv_heads: int | None, kv_dtype: str) -> int:
         """Bytes a token would take over all layers with plain K and V for so many heads."""
         heads = self.config.num_heads

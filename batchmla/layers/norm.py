@@ -1,4 +1,5 @@
-"""RMSNorm: alone, with a residual addition, over a width that ranks share. T tokens, M width."""
+"""RMSNorm: alone, with a residual addition, over a width that ranks share; LayerNorm. T tokens, M
+width."""
 
 import torch
 
@@ -55,3 +56,17 @@ class FullWidthNorms(Block):
             (x_TM.float() * scales_TN1[:, index] * weight.tensor.float()).to(x_TM.dtype)
             for index, (x_TM, weight) in enumerate(pairs)
         )
+
+
+class LayerNorm(Block):
+    """w · (x - mean) / sqrt(variance + eps) + b."""
+
+    def __init__(self, ops: Ops, width: int, eps: float) -> None:
+        self.weight = Weight(width)
+        self.bias = Weight(width)
+        self.eps = eps
+        self._norm = ops.sparse.layer_norm
+
+    def forward(self, x_TM: torch.Tensor) -> torch.Tensor:
+        """The norm of x."""
+        return self._norm(x_TM, self.weight.tensor, self.bias.tensor, self.eps)

@@ -16,6 +16,7 @@ ARCHITECTURES = {
     "Qwen3MoeForCausalLM": "llama",
     "DeepseekV2ForCausalLM": "deepseek_v3",
     "DeepseekV3ForCausalLM": "deepseek_v3",
+    "DeepseekV32ForCausalLM": "deepseek_v32",
     "MiniMaxM2ForCausalLM": "minimax_m2",
 }
 

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from batchmla.attention import mla
-from batchmla.errors import JobError
 from batchmla.kernels.ops import MlaDims, Ops, RouterDims, Scoring
 from batchmla.kv.layout import KVLayout
 from batchmla.kv.step import Step
@@ -22,7 +21,15 @@ from batchmla.layers.norm import RmsNorm
 from batchmla.layers.rope import Rope, RopeSpec
 from batchmla.models.base import Plans
 from batchmla.models.decoder import Decoder, Layer
-from batchmla.models.hf import MAX_EXPERTS, MAX_HEAD_WIDTH, MAX_LAYERS, Fields, read_rope
+from batchmla.models.hf import (
+    MAX_EXPERTS,
+    MAX_HEAD_WIDTH,
+    MAX_LAYERS,
+    Fields,
+    read_active,
+    read_rope,
+    read_sigmoid_router,
+)
 from batchmla.models.names import (
     layer_rule,
     mlp_rules,
@@ -91,7 +98,7 @@ class Config:
             expert_width=fields.integer("moe_intermediate_size"),
             num_experts=fields.integer("n_routed_experts", most=MAX_EXPERTS),
             num_shared=fields.count("n_shared_experts", 2 if is_v2 else 1),
-            router=_read_v2_router(fields) if is_v2 else _read_router(fields),
+            router=_read_v2_router(fields) if is_v2 else read_sigmoid_router(fields),
             has_router_bias=not is_v2,
             num_heads=num_heads,
             query_rank=fields.optional("q_lora_rank"),
@@ -122,20 +129,6 @@ class Config:
         return self.num_heads * (self.attention.nope + self.attention.rope + self.attention.value)
 
 
-def _read_router(fields: Fields) -> RouterDims:
-    """V3: groups rank by their two best, weights are normalised if the config says so."""
-    fields.require("scoring_func", "sigmoid")
-    fields.require("topk_method", "noaux_tc")
-    groups, kept = fields.integer("n_group", 1), fields.integer("topk_group", 1)
-    return RouterDims(
-        active=_check_groups(fields, groups, kept),
-        groups=groups,
-        kept_groups=kept,
-        normalise=fields.flag("norm_topk_prob", True),
-        scale=fields.number("routed_scaling_factor", 1.0),
-    )
-
-
 def _read_v2_router(fields: Fields) -> RouterDims:
     """V2: groups rank by their best, and only if the method limits them.
 
@@ -149,7 +142,7 @@ def _read_v2_router(fields: Fields) -> RouterDims:
     if fields.raw.get("topk_method") == "group_limited_greedy":
         groups, kept = fields.integer("n_group"), fields.integer("topk_group")
     return RouterDims(
-        active=_check_groups(fields, groups, kept),
+        active=read_active(fields, groups, kept),
         groups=groups,
         kept_groups=kept,
         normalise=False,
@@ -157,23 +150,6 @@ def _read_v2_router(fields: Fields) -> RouterDims:
         scoring=Scoring.SOFTMAX,
         group_best=1,
     )
-
-
-def _check_groups(fields: Fields, groups: int, kept: int) -> int:
-    """The number of active experts, which the kept groups must hold."""
-    num_experts = fields.integer("n_routed_experts", most=MAX_EXPERTS)
-    active = fields.integer("num_experts_per_tok")
-    if num_experts % groups or kept > groups:
-        raise JobError(
-            f"config.json: {num_experts} experts do not divide into n_group {groups} groups of "
-            f"which topk_group {kept} are kept"
-        )
-    if active > num_experts // groups * kept:
-        raise JobError(
-            f"config.json: num_experts_per_tok {active} exceeds the "
-            f"{num_experts // groups * kept} experts of topk_group {kept}"
-        )
-    return active
 
 
 def layout(config: Config, kv_dtype: str, placement: Placement, page_tokens: int) -> KVLayout:

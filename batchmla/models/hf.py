@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from batchmla.errors import JobError
+from batchmla.kernels.ops import RouterDims
 from batchmla.layers.rope import RopeKind, RopeSpec, yarn_magnitude
 
 DTYPES = ("bfloat16", "float16", "float32")
@@ -163,6 +164,38 @@ def check_active(fields: Fields, active: int, num_experts: int) -> None:
         raise JobError(
             f"{fields.where}: num_experts_per_tok {active} exceeds the {num_experts} experts"
         )
+
+
+def read_sigmoid_router(fields: Fields) -> RouterDims:
+    """DeepSeek V3's: groups rank by their two best, weights are normalised if the config says
+    so."""
+    fields.require("scoring_func", "sigmoid")
+    fields.require("topk_method", "noaux_tc")
+    groups, kept = fields.integer("n_group", 1), fields.integer("topk_group", 1)
+    return RouterDims(
+        active=read_active(fields, groups, kept),
+        groups=groups,
+        kept_groups=kept,
+        normalise=fields.flag("norm_topk_prob", True),
+        scale=fields.number("routed_scaling_factor", 1.0),
+    )
+
+
+def read_active(fields: Fields, groups: int, kept: int) -> int:
+    """The number of active experts, which the kept of the experts' groups must hold."""
+    num_experts = fields.integer("n_routed_experts", most=MAX_EXPERTS)
+    active = fields.integer("num_experts_per_tok")
+    if num_experts % groups or kept > groups:
+        raise JobError(
+            f"config.json: {num_experts} experts do not divide into n_group {groups} groups of "
+            f"which topk_group {kept} are kept"
+        )
+    if active > num_experts // groups * kept:
+        raise JobError(
+            f"config.json: num_experts_per_tok {active} exceeds the "
+            f"{num_experts // groups * kept} experts of topk_group {kept}"
+        )
+    return active
 
 
 def read_rope(

@@ -20,6 +20,7 @@ from batchmla.kernels.cpu.attention import (
     to_latent,
     write,
 )
+from batchmla.kernels.cpu.exact_sparse import ExactSparse
 from batchmla.kernels.cpu.exact_splits import SplitAttention
 from batchmla.kernels.cpu.linear import Linears, act_mul, one_linear
 from batchmla.kernels.cpu.moe import choose
@@ -35,6 +36,7 @@ from batchmla.kernels.cpu.rows import (
     cancelling,
 )
 from batchmla.kernels.cpu.scratch import Scratch
+from batchmla.kernels.cpu.sparse import SparseAttention, make_sparse
 from batchmla.kernels.cpu.table import make_ops
 from batchmla.kernels.ops import MlaDims, Ops, Packed, PackKind, RopeLayout, RouterDims
 
@@ -73,6 +75,7 @@ class ExactProducts:
         self._linears = linears
         self._trials = RowTrials()
         self.splits = SplitAttention(self._trials)
+        self.sparse = ExactSparse(self._trials)
 
     def linear(
         self, x_TI: torch.Tensor, weight: Packed, bias_O: torch.Tensor | None
@@ -199,7 +202,9 @@ def make_exact() -> Ops:
     """The CPU back end with everything replaced that mixes rows."""
     linears = Linears(lays_side_by_side=False)
     products = ExactProducts(linears)
-    attention = Attention(Scratch(), products.latent_products(), products.splits.attend)
+    scratch, latent = Scratch(), products.latent_products()
+    attention = Attention(scratch, latent, products.splits.attend)
+    sparse = SparseAttention(scratch, latent, products.sparse.scores, products.sparse.attend)
     return replace(
         make_ops(),
         pack=linears.pack,
@@ -212,4 +217,5 @@ def make_exact() -> Ops:
         act_mul=exact_act_mul,
         rope=rotate_halves,
         write_latent=exact_write_latent,
+        sparse=make_sparse(sparse),
     )

@@ -7,12 +7,14 @@ from batchmla.kernels.cpu.moe import route
 from batchmla.kernels.cpu.norm import add_norm, norm, rope
 from batchmla.kernels.cpu.sample import sample
 from batchmla.kernels.cpu.scratch import Scratch
+from batchmla.kernels.cpu.sparse import SparseAttention, make_sparse
 from batchmla.kernels.ops import Ops
 
 
 def make_ops() -> Ops:
     """Probes once whether prepacking works on this machine."""
-    linears, attention = Linears(), Attention(Scratch())
+    linears, scratch = Linears(), Scratch()
+    attention = Attention(scratch)
     return Ops(
         name="cpu",
         pack=linears.pack,
@@ -29,4 +31,5 @@ def make_ops() -> Ops:
         experts=experts,
         act_mul=act_mul,
         sample=sample,
+        sparse=make_sparse(SparseAttention(scratch)),
     )

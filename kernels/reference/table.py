@@ -6,6 +6,7 @@ from batchmla.kernels.reference.linear import act_mul, linear, pack, packed_byte
 from batchmla.kernels.reference.moe import experts, route
 from batchmla.kernels.reference.norm import add_norm, norm, rope
 from batchmla.kernels.reference.sample import sample
+from batchmla.kernels.reference.sparse import make_sparse
 
 
 def make_ops() -> Ops:
@@ -26,4 +27,5 @@ def make_ops() -> Ops:
         experts=experts,
         act_mul=act_mul,
         sample=sample,
+        sparse=make_sparse(),
     )

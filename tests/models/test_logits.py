@@ -11,7 +11,7 @@ import torch
 from compare import assert_logits
 from ranks import logits_on_ranks
 from steps import Row, run_chunks, run_step
-from tiny import CORE, TINY, oracle_logits, read_config, write_tiny
+from tiny import CORE, EDGES, TINY, oracle_logits, read_config, write_tiny
 
 from batchmla import kernels
 from batchmla.attention.mla import MlaForms
@@ -53,7 +53,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tiny]:
         folder = tmp_path_factory.mktemp(name)
         oracle = write_tiny(folder, name)
         source = random.Random(name)
-        lengths = LENGTHS if name in CORE else SHORT_LENGTHS
+        lengths = LENGTHS if name in CORE else EDGES.get(name, SHORT_LENGTHS)
         prompts = [[source.randrange(256) for _ in range(length)] for length in lengths]
         expected = [oracle_logits(oracle, ids) for ids in prompts]
         made[name] = Tiny(folder, read_config(folder), prompts, expected)

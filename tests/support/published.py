@@ -331,3 +331,12 @@ MINIMAX_M2: dict[str, Any] = {
     "use_routing_bias": True,
     "vocab_size": 200064,
 }
+
+DEEPSEEK_V32: dict[str, Any] = DEEPSEEK_R1 | {
+    "architectures": ["DeepseekV32ForCausalLM"],
+    "index_head_dim": 128,
+    "index_n_heads": 64,
+    "index_topk": 2048,
+    "model_type": "deepseek_v32",
+    "quantization_config": DEEPSEEK_R1["quantization_config"] | {"scale_fmt": "ue8m0"},
+}

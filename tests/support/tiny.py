@@ -48,6 +48,7 @@ V2 = V2_LITE | {
     "q_lora_rank": 48, "n_routed_experts": 16, "n_group": 4, "topk_group": 2,
     "topk_method": "group_limited_greedy", "routed_scaling_factor": 16.0,
 }  # fmt: skip
+V32 = V3 | {"index_n_heads": 16, "index_head_dim": 32, "index_topk": 8}
 QWEN2 = LLAMA | {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
 QWEN3 = QWEN2 | {
     "head_dim": 32, "tie_word_embeddings": True, "rope_parameters": {
@@ -75,8 +76,12 @@ TINY = {
     "v3": ("DeepseekV3ForCausalLM", V3),
     "v3_no_q_lora": ("DeepseekV3ForCausalLM", V3 | {"q_lora_rank": None, "v_head_dim": 24}),
     "k2": ("DeepseekV3ForCausalLM", K2),
+    "v32": ("DeepseekV32ForCausalLM", V32),
+    "v32_wide": ("DeepseekV32ForCausalLM", V32 | {"index_topk": 40, "index_n_heads": 24}),
 }
 # the two flavours by their simplest families: what tests run in every combination
+# lengths at the edges of what a family reads
+EDGES = {"v32": (1, 7, 8, 9, 17, 96), "v32_wide": (1, 39, 40, 41, 17, 96)}
 CORE = ("llama", "llama_tied", "v3", "v3_no_q_lora")
 
 
@@ -102,7 +107,7 @@ def randomise(oracle: torch.nn.Module, seed: int) -> None:
             noise = torch.randn(value.shape, generator=generator)
             if value.dim() > 1:
                 value.copy_(noise * 0.15)
-            elif "norm" in name:
+            elif "norm" in name and not name.endswith("bias"):
                 value.copy_(1 + noise * 0.1)
             else:
                 value.copy_(noise * 0.3)

@@ -1,0 +1,83 @@
+"""Cached rows as records of bytes, all rows of a call at once. Shapes: see
+`batchmla.kernels.sparse_ops`."""
+
+import torch
+import torch.nn.functional as F
+
+from batchmla.kernels.sparse_ops import SCALE_BYTES, TAIL_BYTES, Record
+
+E4M3_MOST = 448.0
+LEAST_MAGNITUDE = 1e-4
+FLOAT_BIAS, FLOAT_FRACTION_BITS = 127, 23  # of float32
+
+
+def tile_scales(tiles_NXT: torch.Tensor) -> torch.Tensor:
+    """[N, tiles]: the least power of two that brings each tile's magnitudes within e4m3."""
+    most_NX = tiles_NXT.abs().amax(dim=-1).clamp_(min=LEAST_MAGNITUDE) / E4M3_MOST
+    mantissa_NX, exponent_NX = torch.frexp(most_NX)  # most = mantissa * 2**exponent, from 0.5 on
+    exponent_NX = exponent_NX - (mantissa_NX == 0.5).to(torch.int32)
+    biased_NX = (exponent_NX + FLOAT_BIAS).clamp_(1, 2 * FLOAT_BIAS)
+    return (biased_NX << FLOAT_FRACTION_BITS).view(torch.float32)
+
+
+def write_record(
+    cache_PBY: torch.Tensor, slots_T: torch.Tensor, rows_TX: torch.Tensor, record: Record
+) -> None:
+    """Quantised as tiles, laid side by side as bytes, copied by index."""
+    wide_TX = rows_TX.float()
+    pad = record.num_tiles * record.tile - record.values
+    padded_TX = F.pad(wide_TX[:, : record.values], (0, pad))
+    tiles_TXT = padded_TX.view(len(wide_TX), -1, record.tile)
+    scales_TX = tile_scales(tiles_TXT)
+    codes_TX = (tiles_TXT / scales_TX[..., None]).flatten(1)[:, : record.values]
+    values_TX = codes_TX.to(torch.float8_e4m3fn).view(torch.uint8)
+    scale_bytes_TX = scales_TX.view(torch.uint8)
+    if record.scales_last:
+        values_NX, scales_NX = page_parts(cache_PBY, record)
+        values_NX[slots_T // cache_PBY.shape[1], slots_T % cache_PBY.shape[1]] = values_TX
+        scales_NX[slots_T // cache_PBY.shape[1], slots_T % cache_PBY.shape[1]] = scale_bytes_TX
+        return
+    tail_TX = wide_TX[:, record.values :].to(torch.bfloat16).contiguous().view(torch.uint8)
+    rows_TY = torch.cat((values_TX, scale_bytes_TX, tail_TX), dim=1)
+    cache_PBY.flatten(0, 1).index_copy_(0, slots_T, rows_TY)
+
+
+def page_parts(cache_PBY: torch.Tensor, record: Record) -> tuple[torch.Tensor, torch.Tensor]:
+    """Views of values [P, B, values] and scales [P, B, 4 * tiles] that lie apart in each page."""
+    num_pages, num_rows, row_bytes = cache_PBY.shape
+    flat_PX = cache_PBY.view(num_pages, num_rows * row_bytes)
+    border = num_rows * record.values
+    return (
+        flat_PX[:, :border].view(num_pages, num_rows, record.values),
+        flat_PX[:, border:].view(num_pages, num_rows, SCALE_BYTES * record.num_tiles),
+    )
+
+
+def read_record(
+    cache_PBY: torch.Tensor, slots_N: torch.Tensor, record: Record, dtype: torch.dtype
+) -> torch.Tensor:
+    """One gather, one product."""
+    if record.scales_last:
+        pages_N, rows_N = slots_N // cache_PBY.shape[1], slots_N % cache_PBY.shape[1]
+        values_NX, scales_NX = (part[pages_N, rows_N] for part in page_parts(cache_PBY, record))
+        return dequantise(values_NX, scales_NX, record, dtype)
+    rows_NY = cache_PBY.flatten(0, 1).index_select(0, slots_N)
+    border = record.values + SCALE_BYTES * record.num_tiles
+    values_NX = dequantise(
+        rows_NY[:, : record.values], rows_NY[:, record.values : border], record, dtype
+    )
+    tail_bytes_NX = rows_NY[:, border : border + TAIL_BYTES * record.tail].contiguous()
+    return torch.cat((values_NX, tail_bytes_NX.view(torch.bfloat16).to(dtype)), dim=1)
+
+
+def dequantise(
+    bytes_NX: torch.Tensor, scale_bytes_NX: torch.Tensor, record: Record, dtype: torch.dtype
+) -> torch.Tensor:
+    """e4m3 times the factor of its tile, over the last dimension."""
+    codes_NX = bytes_NX.contiguous().view(torch.float8_e4m3fn).float()
+    scales_NX = scale_bytes_NX.contiguous().view(torch.float32)
+    if record.num_tiles == 1:
+        return codes_NX.mul_(scales_NX).to(dtype)
+    pad = record.num_tiles * record.tile - record.values
+    tiles = F.pad(codes_NX, (0, pad)).view(*codes_NX.shape[:-1], -1, record.tile)
+    return tiles.mul(scales_NX[..., None]).flatten(-2)[..., : record.values].to(dtype)
