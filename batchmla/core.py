@@ -31,13 +31,112 @@ class Budget:
     Generated tokens after the opening marker count, whoever wrote the marker; prompt tokens never
     do. Tokens of `forced_ids` are appended one a step and count towards `max_tokens`, not towards
     the budget. A complete `end_ids` among the generated tokens ends the reasoning for good.
+    `loop_repeats` is the loop guard: so many copies of one block of tokens in succession force the
+    end, too. Without either the reasoning is only followed: stop strings and grammars wait for it.
     """
 
-    max_reasoning_tokens: int
+    max_reasoning_tokens: int | None
     start_ids: tuple[int, ...]
     end_ids: tuple[int, ...]
     forced_ids: tuple[int, ...]
     is_open: bool  # the prompt ends inside the reasoning
+    loop_repeats: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TextCut:
+    """Where a stop string ends a text: so many tokens stay, the last one without its final
+    `trimmed_bytes` bytes, which belong to the stop string.
+    """
+
+    num_tokens: int
+    trimmed_bytes: int
+
+
+class StopWatch(Protocol):
+    """The search for stop strings in one text, token by token."""
+
+    def push(self, token_id: int) -> TextCut | None:
+        """Notes a token; the cut as soon as the leftmost match is certain."""
+        ...
+
+    def finish(self) -> TextCut | None:
+        """The cut of the text as it stands, if nothing follows."""
+        ...
+
+
+class StopRule(Protocol):
+    """A row's stop strings."""
+
+    def watch(self) -> StopWatch:
+        """A search from the beginning of a text."""
+        ...
+
+
+class BanWatch(Protocol):
+    """The banned words of one completion, token by token."""
+
+    def push(self, token_id: int) -> None:
+        """Notes a token."""
+        ...
+
+    def banned_ids(self) -> TokenIds:
+        """The ids that would complete a banned word now."""
+        ...
+
+
+class BanRule(Protocol):
+    """A row's banned words."""
+
+    def watch(self) -> BanWatch:
+        """A watch at the beginning of a completion."""
+        ...
+
+
+class GrammarState(Protocol):
+    """How far one content has come in its grammar."""
+
+    @property
+    def can_end(self) -> bool:
+        """Whether the content so far is complete."""
+        ...
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing can follow."""
+        ...
+
+    def push(self, token_id: int) -> None:
+        """Notes a token of the content."""
+        ...
+
+
+class Grammar(Protocol):
+    """What a content must look like."""
+
+    def start(self) -> GrammarState:
+        """The state of an empty content."""
+        ...
+
+    def fill(self, states: Sequence[GrammarState], masks_NW: npt.NDArray[np.int32]) -> None:
+        """Sets a row of bits for each state: bit i % 32 of word i // 32 where token i may follow.
+
+        The states may be of any grammars of this job. End-of-text tokens are never allowed here.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Logprobs:
+    """Natural logarithms of the model's own probabilities, before penalties and temperature.
+
+    Position i has the entries ends[i - 1]:ends[i] of the flat arrays (none: unknown): first the
+    token that stands there, then the most likely ones in falling order, it not again.
+    """
+
+    token_ids: TokenIds
+    values: npt.NDArray[np.float32]
+    ends: npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,9 +144,12 @@ class SamplingParams:
     """How one row's tokens are drawn.
 
     `temperature` 0 is greedy with ties to the lowest id; `top_k` 0 and `top_p` 1.0 switch the
-    filter off. The order is repetition penalty, temperature, top-k, top-p, min-p.
+    filter off. The order is repetition penalty (on prompt and completion), frequency and presence
+    penalty (on the completion), bias, banned words and grammar, temperature, top-k, top-p, min-p.
     `stop_ids` (EOS ids included unless ignore_eos) end the row and are not part of the completion;
     none is drawn before `min_tokens` tokens. `max_tokens` None means the rest of the context.
+    `stop` and `grammar` apply to the content, `stop` with `stops_in_reasoning` to all text.
+    `logprobs` and `prompt_logprobs` ask for so many most likely tokens beside each one's own.
     """
 
     max_tokens: int | None = None
@@ -57,8 +159,31 @@ class SamplingParams:
     top_k: int = 0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    bans: BanRule | None = None
     stop_ids: frozenset[int] = frozenset()
+    stop: StopRule | None = None
+    stops_in_reasoning: bool = False
+    grammar: Grammar | None = None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
     budget: Budget | None = None
+
+    @property
+    def has_extras(self) -> bool:
+        """Whether anything is asked for that plain sampling does not do."""
+        return bool(
+            self.frequency_penalty
+            or self.presence_penalty
+            or self.logit_bias
+            or self.bans is not None
+            or self.stop is not None
+            or self.grammar is not None
+            or self.logprobs is not None
+            or self.prompt_logprobs is not None
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +193,7 @@ class Prompt:
     `stream_key` is the 64-bit key of the row's random stream, made from (seed, typed row id,
     sample); its counter is the position in the completion, so no state is kept between steps.
     `expected_tokens` is the packer's estimate of the completion's length, for admission only.
+    `tools` is the JSON of the tools that the answer may call, which no engine reads.
     """
 
     row_id: str
@@ -77,15 +203,17 @@ class Prompt:
     token_ids: TokenIds
     stream_key: int = 0
     expected_tokens: int | None = None
+    tools: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
     """What the engine made of one prompt.
 
-    `token_ids` holds every generated token, forced ones included, without the final stop id.
-    `forced_at` is the position of the first forced token when the budget ended the reasoning.
-    On error `token_ids` is empty and `error` is a sentence.
+    `token_ids` holds every generated token, forced ones included, without the final stop id and
+    what follows a stop string; the last `trimmed_bytes` bytes of the last token belong to that.
+    `forced_at` is the position of the first forced token when the budget ended the reasoning, or,
+    with `has_looped`, the loop guard. On error `token_ids` is empty and `error` is a sentence.
     """
 
     row_id: str
@@ -96,6 +224,10 @@ class Completion:
     prompt_tokens: int
     cached_tokens: int = 0
     forced_at: int | None = None
+    has_looped: bool = False
+    trimmed_bytes: int = 0
+    logprobs: Logprobs | None = None
+    prompt_logprobs: Logprobs | None = None
     error: str | None = None
 
 

@@ -3,12 +3,18 @@
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import pyarrow as pa
 
+from batchmla.core import Logprobs
 from batchmla.errors import JobError
 
 _IDS = pa.list_(pa.int32())
 _CALLS = pa.list_(pa.struct([("name", pa.string()), ("arguments", pa.string())]))
+
+_SCORE = pa.struct([("token_id", pa.int32()), ("logprob", pa.float32())])
+_SCORES = pa.list_(pa.list_(_SCORE))
+SCORES = ("logprobs", "prompt_logprobs")  # columns that are there only when asked for
 
 _FIELDS: tuple[tuple[str, pa.DataType, bool], ...] = (  # name, type, only with output.token_ids
     ("row_id", pa.string(), False),
@@ -25,6 +31,8 @@ _FIELDS: tuple[tuple[str, pa.DataType, bool], ...] = (  # name, type, only with 
     ("prompt_token_ids", _IDS, True),
     ("token_ids", _IDS, True),
     ("tool_error", pa.string(), False),
+    ("logprobs", _SCORES, False),
+    ("prompt_logprobs", _SCORES, False),
     ("error", pa.string(), False),
 )
 COUNTS = ("prompt_tokens", "cached_tokens", "reasoning_tokens", "content_tokens")
@@ -50,12 +58,20 @@ class Finished(NamedTuple):
     prompt_token_ids: Any = None  # int32 array, or None where output.token_ids is off
     token_ids: Any = None
     tool_error: str | None = None
+    logprobs: Logprobs | None = None
+    prompt_logprobs: Logprobs | None = None
     error: str | None = None
 
 
-def own_schema(token_ids: bool, has_sample: bool = False) -> pa.Schema:
-    """Our columns in order, unprefixed. `has_sample`: sampling.n is more than 1."""
-    fields = [(name, kind) for name, kind, optional in _FIELDS if token_ids or not optional]
+def own_schema(token_ids: bool, has_sample: bool = False, scores: Sequence[str] = ()) -> pa.Schema:
+    """Our columns in order, unprefixed. `has_sample`: sampling.n is more than 1; `scores`: which of
+    `SCORES` are asked for.
+    """
+    fields = [
+        (name, kind)
+        for name, kind, optional in _FIELDS
+        if (token_ids or not optional) and (name not in SCORES or name in scores)
+    ]
     if has_sample:
         fields.insert(1, ("sample", pa.int32()))
     return pa.schema(fields)
@@ -69,17 +85,22 @@ def with_sample(table: pa.Table, num_samples: int) -> pa.Table:
     return table.append_column("sample", pa.array(sample, pa.int32()))
 
 
-def segment_schema(token_ids: bool) -> pa.Schema:
+def segment_schema(token_ids: bool, scores: Sequence[str] = ()) -> pa.Schema:
     """What a segment holds: the row's place in the input, then our columns."""
     place = [("index", pa.int64()), ("file", pa.int32()), ("number", pa.int64())]
-    return pa.schema([*place, *own_schema(token_ids)])
+    return pa.schema([*place, *own_schema(token_ids, scores=scores)])
 
 
 def output_schema(
-    carried: pa.Schema, prefix: str, token_ids: bool, has_sample: bool = False
+    carried: pa.Schema,
+    prefix: str,
+    token_ids: bool,
+    has_sample: bool = False,
+    scores: Sequence[str] = (),
 ) -> pa.Schema:
     """The carried columns as they are, then ours; a name in both is refused."""
-    own = [field.with_name(prefix + field.name) for field in own_schema(token_ids, has_sample)]
+    ours = own_schema(token_ids, has_sample, scores)
+    own = [field.with_name(prefix + field.name) for field in ours]
     taken = set(carried.names)
     clashes = [field.name for field in own if field.name in taken]
     if clashes:
@@ -90,10 +111,40 @@ def output_schema(
     return pa.schema([*carried, *own], metadata=carried.metadata)
 
 
-def finished_table(rows: Sequence[Finished], token_ids: bool) -> pa.Table:
+def finished_table(
+    rows: Sequence[Finished], token_ids: bool, scores: Sequence[str] = ()
+) -> pa.Table:
     """Rows as a table in `segment_schema`, in the order given."""
-    schema = segment_schema(token_ids)
+    schema = segment_schema(token_ids, scores)
     columns = dict(zip(Finished._fields, zip(*rows, strict=True), strict=True))
     columns["index"] = columns["row_index"]
-    arrays = [pa.array(columns[field.name], type=field.type) for field in schema]
+    arrays = [
+        scores_array(columns[field.name])
+        if field.name in SCORES
+        else pa.array(columns[field.name], type=field.type)
+        for field in schema
+    ]
     return pa.Table.from_arrays(arrays, schema=schema)
+
+
+def scores_array(rows: Sequence[Logprobs | None]) -> pa.Array:
+    """A column of log-probabilities; a position without entries is null."""
+    there = [row for row in rows if row is not None]
+    counts = [np.diff(row.ends, prepend=0) for row in there]
+    ids = np.concatenate([np.empty(0, np.int32), *(row.token_ids for row in there)])
+    values = np.concatenate([np.empty(0, np.float32), *(row.values for row in there)])
+    entries = pa.StructArray.from_arrays([pa.array(ids), pa.array(values)], fields=list(_SCORE))
+    counts_P = np.concatenate([np.empty(0, np.int64), *counts])
+    positions = pa.ListArray.from_arrays(
+        pa.array(_ends(counts_P), pa.int32()), entries, mask=pa.array(counts_P == 0)
+    )
+    num_positions = np.array([0 if row is None else len(row.ends) for row in rows], np.int64)
+    is_null = pa.array([row is None for row in rows], pa.bool_())
+    made = pa.ListArray.from_arrays(
+        pa.array(_ends(num_positions), pa.int32()), positions, mask=is_null
+    )
+    return made.cast(_SCORES)
+
+
+def _ends(counts: Any) -> Any:
+    return np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])

@@ -29,7 +29,7 @@ class LengthEstimate:
         """For a row with these limits."""
         expected = self._expected
         if params.budget is not None and self._total == 0:
-            expected += params.budget.max_reasoning_tokens
+            expected += params.budget.max_reasoning_tokens or 0
         expected = max(expected, params.min_tokens, 1)
         return expected if params.max_tokens is None else min(expected, params.max_tokens)
 

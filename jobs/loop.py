@@ -227,6 +227,8 @@ class Loop:
         num_bytes = _ROW_BYTES + len(row.reasoning or "") + len(row.content or "")
         if row.token_ids is not None:
             num_bytes += row.token_ids.nbytes + row.prompt_token_ids.nbytes
+        for scores in (row.logprobs, row.prompt_logprobs):
+            num_bytes += 0 if scores is None else 8 * len(scores.values) + scores.ends.nbytes
         self._journal.add(row, num_bytes)
         self.finished += 1
         if row.error is not None:
@@ -263,6 +265,8 @@ class Loop:
             prompt.token_ids if self._token_ids else None,
             completion.token_ids if self._token_ids else None,
             answer.tool_error,
+            completion.logprobs,
+            completion.prompt_logprobs,
         )
 
     def _halt(self, error: BaseException | None) -> None:

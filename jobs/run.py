@@ -181,6 +181,7 @@ class _Run:
             compression=settings.compression,
             format=settings.format,
             num_samples=self.spec.sampling.n,
+            scores=self.spec.sampling.scores,
         )
         assert form.schema.names, "a name clash is found here, before anything is written"
         return form
@@ -225,6 +226,7 @@ class _Run:
             job=self.manifest.job_id,
             token_ids=self.spec.output.token_ids,
             pace=self.seams.pace,
+            scores=self.spec.sampling.scores,
         )
         self.writer = Writer(
             store=self.store,

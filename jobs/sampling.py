@@ -11,13 +11,19 @@ from typing import Any, Literal
 
 from batchmla.core import SamplingParams
 from batchmla.errors import JobError
-from batchmla.jobs.sampling_values import MODEL_RULES, BadValue, make_params, read_value
-from batchmla.jobs.settings import ColumnRef, SamplingSettings
+from batchmla.jobs.sampling_rules import RuleMaker
+from batchmla.jobs.sampling_values import (
+    JOB_FIELDS,
+    MODEL_RULES,
+    BadValue,
+    make_params,
+    read_value,
+)
+from batchmla.jobs.settings import ColumnRef, SamplingSettings, StructuredSettings
 
 Source = Literal["job", "generation_config", "default"]
 
 _FILE = "generation_config.json"
-_JOB_FIELDS = ("max_tokens", "min_tokens", "seed", "stop_token_ids", "ignore_eos")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +49,8 @@ class Sampling:
     values: Mapping[str, Any]
     eos_ids: frozenset[int]
     vocab_limit: int | None
+    rules: RuleMaker | None
+    structured_kind: str | None = None  # of the column's values; None: they say it themselves
 
     def of_row(self, given: Mapping[str, tuple[str, Any]]) -> tuple[SamplingParams, int]:
         """Parameters and seed with the values that a row brings: field → (who gives it, value).
@@ -57,14 +65,19 @@ class Sampling:
         if not own:
             return self.params, self.seed
         values = {**self.values, **own}
-        return make_params(values, self.eos_ids, self.vocab_limit), values["seed"]
+        return make_params(values, self.eos_ids, self.vocab_limit, self.rules), values["seed"]
 
     def from_columns(self, row: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
         """What a row's columns give, for `of_row`."""
-        return {
+        given = {
             name: (f"sampling.{name} from column {column!r}", row.get(column))
             for name, column in self.columns.items()
         }
+        kind = self.structured_kind
+        if kind is not None and given["structured"][1] is not None:
+            where = f"sampling.structured.{kind} from column {self.columns['structured']!r}"
+            given["structured"] = (where, {kind: given["structured"][1]})
+        return given
 
 
 def read_generation_config(folder: str | Path) -> dict[str, Any]:
@@ -87,8 +100,9 @@ def resolve_sampling(
     *,
     eos_ids: Iterable[int] = (),
     vocab_limit: int | None = None,
+    rules: RuleMaker | None = None,
 ) -> Sampling:
-    """The values of a job in force.
+    """The values of a job in force. `rules` makes those that are about text.
 
     `eos_ids` are what the tokenizer and config.json name as end of text; those of the generation
     config are added. `vocab_limit`: one more than the highest token id.
@@ -99,8 +113,10 @@ def resolve_sampling(
     columns: dict[str, str] = {}
     values: dict[str, Any] = {}
     try:
-        for name in (*MODEL_RULES, *_JOB_FIELDS):
+        for name in (*MODEL_RULES, *JOB_FIELDS):
             given = getattr(settings, name)
+            if isinstance(given, StructuredSettings):
+                given = given.plain
             if isinstance(given, ColumnRef):
                 columns[name] = given.column
                 sources[name] = Sourced({"column": given.column}, "job")
@@ -110,7 +126,7 @@ def resolve_sampling(
                 is_given = name in settings.model_fields_set
                 sources[name] = _resolve(name, given, is_given, generation_config, vocab_limit)
                 values[name] = sources[name].value
-        params = make_params(values, eos, vocab_limit)
+        params = make_params(values, eos, vocab_limit, rules)
     except BadValue as fault:
         raise JobError(str(fault)) from None
     sources["eos_token_ids"] = Sourced(
@@ -124,6 +140,8 @@ def resolve_sampling(
         values=values,
         eos_ids=eos,
         vocab_limit=vocab_limit,
+        rules=rules,
+        structured_kind=None if settings.structured is None else settings.structured.column_kind,
     )
 
 

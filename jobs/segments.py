@@ -6,7 +6,6 @@ schema metadata  batchmla.job = id of the job that made it
 """
 
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +14,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchmla.errors import JobError
-from batchmla.jobs.columns import Finished, finished_table
 from batchmla.jobs.remote import files_in, whole_source
 from batchmla.jobs.store import Store, storage_errors
 
@@ -67,11 +65,9 @@ def segment_name(first: int, last: int, round_: int, run: str, number: int) -> s
     return f"{first:012d}-{last:012d}.{round_:03d}.{run}-{number:06d}.seg"
 
 
-def write_segment(
-    store: Store, folder: Path, name: str, rows: Sequence[Finished], *, job: str, token_ids: bool
-) -> Segment:
-    """Writes `rows`, sorted by index, as one durable file."""
-    table = finished_table(rows, token_ids).replace_schema_metadata({_JOB_KEY: job.encode()})
+def write_segment(store: Store, folder: Path, name: str, rows: pa.Table, *, job: str) -> Segment:
+    """Writes a `finished_table`, sorted by index, as one durable file."""
+    table = rows.replace_schema_metadata({_JOB_KEY: job.encode()})
     with storage_errors(folder / name):
         pq.write_table(
             table,

@@ -17,10 +17,19 @@ def _as_tuple(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
+def _as_texts(value: Any) -> Any:
+    return (value,) if isinstance(value, str) else _as_tuple(value)
+
+
 Positive = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
 Share = Annotated[float, Field(gt=0.0, le=1.0)]
 Texts = Annotated[tuple[str, ...], BeforeValidator(_as_tuple)]
+NonEmpty = Annotated[str, Field(min_length=1)]
+NonEmptyTexts = Annotated[tuple[NonEmpty, ...], BeforeValidator(_as_texts)]
+Penalty = Annotated[float, Field(ge=-2.0, le=2.0)]
+Bias = Annotated[float, Field(ge=-100.0, le=100.0)]
+Likely = Annotated[int, Field(ge=0, le=100)]
 TokenIdList = Annotated[tuple[Count, ...], BeforeValidator(_as_tuple)]
 
 
@@ -94,6 +103,37 @@ class PromptSettings(Section):
         return any(one is not None for one in (self.user, self.messages, self.raw))
 
 
+class StructuredSettings(Section):
+    """What contents must look like: exactly one of these. `column` holds one of the others."""
+
+    json_schema: Annotated[
+        ColumnRef | Mapping[str, Any] | bool | None, Field(union_mode="left_to_right")
+    ] = None
+    regex: NonEmpty | ColumnRef | None = None
+    choice: NonEmptyTexts | ColumnRef | None = None
+    grammar: NonEmpty | ColumnRef | None = None
+    column: NonEmpty | None = None
+
+    @property
+    def given(self) -> Mapping[str, Any]:
+        """The keys that are given."""
+        return {name: value for name, value in self if value is not None}
+
+    @property
+    def plain(self) -> Any:
+        """{kind: value}, or the column that rows bring it in."""
+        ((kind, value),) = self.given.items()
+        if kind == "column":
+            return ColumnRef(column=value)
+        return value if isinstance(value, ColumnRef) else {kind: value}
+
+    @property
+    def column_kind(self) -> str | None:
+        """Of which kind the values of the column are, if the job says so."""
+        ((kind, value),) = self.given.items()
+        return kind if isinstance(value, ColumnRef) else None
+
+
 class SamplingSettings(Section):
     """How tokens are drawn; None is the model's default (`max_tokens`: the rest of the context)."""
 
@@ -104,18 +144,24 @@ class SamplingSettings(Section):
     top_k: Count | ColumnRef | None = None
     min_p: Annotated[float, Field(ge=0.0, le=1.0)] | ColumnRef | None = None
     repetition_penalty: Annotated[float, Field(gt=0.0)] | ColumnRef | None = None
-    frequency_penalty: Annotated[float, Field(ge=-2.0, le=2.0)] = 0.0
-    presence_penalty: Annotated[float, Field(ge=-2.0, le=2.0)] = 0.0
-    logit_bias: Mapping[int, float] = {}
-    bad_words: Texts = ()
+    frequency_penalty: Penalty | ColumnRef = 0.0
+    presence_penalty: Penalty | ColumnRef = 0.0
+    logit_bias: Mapping[Count, Bias] | ColumnRef = {}
+    bad_words: NonEmptyTexts | ColumnRef = ()
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | ColumnRef = 0
     n: Positive = 1
-    stop: Texts = ()
+    stop: NonEmptyTexts | ColumnRef = ()
     stop_token_ids: TokenIdList | ColumnRef = ()
     ignore_eos: bool | ColumnRef = False
-    logprobs: Count | None = None
-    prompt_logprobs: Count | None = None
-    structured: Mapping[str, Any] | None = None
+    logprobs: Likely | ColumnRef | None = None
+    prompt_logprobs: Likely | ColumnRef | None = None
+    structured: StructuredSettings | None = None
+
+    @property
+    def scores(self) -> tuple[str, ...]:
+        """The columns of log-probabilities that are asked for."""
+        asked = {"logprobs": self.logprobs, "prompt_logprobs": self.prompt_logprobs}
+        return tuple(name for name, value in asked.items() if value is not None)
 
 
 class ReasoningSettings(Section):

@@ -192,6 +192,13 @@ def broken_rules(spec: JobSpec) -> Iterator[tuple[KeyPath, str]]:
             ("sampling", "min_tokens"),
             f"sampling.min_tokens {least} is more than sampling.max_tokens {most}",
         )
+    if sampling.structured is not None and len(sampling.structured.given) != 1:
+        found = " and ".join(sampling.structured.given) or "none of them"
+        yield (
+            ("sampling", "structured"),
+            "sampling.structured must have exactly one of json_schema, regex, choice, grammar and "
+            f"column; found {found}",
+        )
     if (reasoning.start is None) != (reasoning.end is None):
         yield ("reasoning",), "reasoning.start and reasoning.end go together; give both or neither"
     if reasoning.budget is not None and reasoning.budget_share is not None:
@@ -200,7 +207,8 @@ def broken_rules(spec: JobSpec) -> Iterator[tuple[KeyPath, str]]:
             "reasoning.budget and reasoning.budget_share are two ways to say one thing; give one",
         )
     has_budget = reasoning.budget is not None or reasoning.budget_share is not None
-    if reasoning.budget_message is not None and not has_budget:
+    ends_reasoning = has_budget or reasoning.loop_guard is not None
+    if reasoning.budget_message is not None and not ends_reasoning:
         yield (
             ("reasoning", "budget_message"),
             "reasoning.budget_message needs reasoning.budget or reasoning.budget_share",
@@ -235,6 +243,13 @@ def _format_faults(spec: JobSpec) -> Iterator[tuple[KeyPath, str]]:
             "sampling.n: several samples in output.format openai_batch are not built yet; choose "
             "parquet or jsonl",
         )
+    for name in ("logprobs", "prompt_logprobs"):
+        if output.format == "openai_batch" and getattr(spec.sampling, name) is not None:
+            yield (
+                ("sampling", name),
+                f"sampling.{name} in output.format openai_batch is not built yet; choose parquet "
+                "or jsonl",
+            )
     if output.format == "openai_batch" and output.prefix:
         yield (
             ("output", "prefix"),

@@ -67,7 +67,8 @@ def _unknown_below(
     for key, value in raw.items():
         path = (*above, key_word(key))
         if path in known and isinstance(key, str):
-            if isinstance(value, Mapping) and any(p[: len(path)] == path != p for p in known):
+            has_keys = any(p[: len(path)] == path != p for p in known)
+            if isinstance(value, Mapping) and has_keys and not _takes_any_key(known[path]):
                 yield from _unknown_below(value, path, known)
             continue
         yield path, f"unknown key {'.'.join(path)}{_hint(path, known)}"
@@ -158,6 +159,13 @@ def _item(value: Any) -> str:
     if isinstance(value, list | tuple):
         return f"[{', '.join(_item(each) for each in value)}]"
     return key_word(value)
+
+
+def _takes_any_key(annotation: Any) -> bool:
+    """Whether a map with keys of its own choice is among what a type allows."""
+    if get_origin(annotation) is Mapping:
+        return True
+    return any(_takes_any_key(part) for part in get_args(annotation))
 
 
 def _section_of(annotation: Any) -> type[BaseModel] | None:

@@ -35,18 +35,21 @@ class PartFormat:
     format: Literal["parquet", "jsonl", "openai_batch"] = "parquet"
     lines: LineForm | None = None
     num_samples: int = 1
+    scores: Sequence[str] = ()
 
     @property
     def own(self) -> pa.Schema:
         """Our columns, unprefixed."""
-        return own_schema(self.token_ids, self.num_samples > 1)
+        return own_schema(self.token_ids, self.num_samples > 1, self.scores)
 
     @property
     def schema(self) -> pa.Schema:
         """The columns of the output."""
         if self.format == "openai_batch":
             return self.own
-        return output_schema(self.carried, self.prefix, self.token_ids, self.num_samples > 1)
+        return output_schema(
+            self.carried, self.prefix, self.token_ids, self.num_samples > 1, self.scores
+        )
 
     @property
     def ending(self) -> str:

@@ -41,7 +41,7 @@ THIRD_PARTY = {
     "batchmla.core": {"numpy"},
     "batchmla.placement": set(),
     "batchmla.kernels": {"torch", "triton", "numpy"},
-    "batchmla.text": {"numpy", "transformers", "tokenizers", "jinja2", "xgrammar"},
+    "batchmla.text": {"numpy", "transformers", "tokenizers", "jinja2", "llguidance"},
     "batchmla.kv": {"torch", "numpy"},
     "batchmla.parallel": {"torch"},
     "batchmla.layers": {"torch"},

@@ -1,13 +1,14 @@
 """The reasoning budget of one sequence: counts generated tokens inside the reasoning, then dictates
 the end.
- States: waiting for the opening marker → open → (budget spent) forcing → closed; a complete end
-marker written by the model closes it too. Closed is final.
+ States: waiting for the opening marker → open → (budget spent, or a loop) forcing → closed; a
+complete end marker written by the model closes it too. Closed is final.
 """
 
 from collections import deque
 from enum import Enum, auto
 
 from batchmla.core import Budget
+from batchmla.engine.loops import LoopWatch
 
 
 class BudgetState(Enum):
@@ -28,13 +29,24 @@ class BudgetWatch:
         self._num_forced = 0
         longest = max(len(budget.start_ids), len(budget.end_ids), 1)
         self._tail: deque[int] = deque(maxlen=longest)
+        self._loops = None if budget.loop_repeats is None else LoopWatch(budget.loop_repeats)
         self.state = BudgetState.OPEN if budget.is_open else BudgetState.WAITING
+        self.has_looped = False  # the loop guard forced the end, not the budget
+        self._may_repeat = budget.is_open  # the first tokens may be the prompt's marker once more
+
+    @property
+    def marker_ids(self) -> tuple[int, ...]:
+        """The opening marker that a model may begin its completion with."""
+        return self._budget.start_ids
 
     def forced(self) -> int | None:
         """The id that must come next, or None when the model is free to choose."""
-        spent = self._counted >= self._budget.max_reasoning_tokens
-        if self.state is BudgetState.OPEN and spent and self._budget.forced_ids:
-            self.state = BudgetState.FORCING
+        if self.state is BudgetState.OPEN and self._budget.forced_ids:
+            most = self._budget.max_reasoning_tokens
+            is_spent = most is not None and self._counted >= most
+            self.has_looped = not is_spent and self._loops is not None and self._loops.has_looped
+            if is_spent or self.has_looped:
+                self.state = BudgetState.FORCING
         if self.state is BudgetState.FORCING:
             return self._budget.forced_ids[self._num_forced]
         return None
@@ -57,6 +69,15 @@ class BudgetWatch:
         self._counted += 1
         if self._ends_with(self._budget.end_ids):
             self.state = BudgetState.CLOSED
+            return
+        if self._may_repeat and self._counted == len(self._budget.start_ids):
+            self._may_repeat = False
+            if self._ends_with(self._budget.start_ids):
+                self._counted = 0
+                self._tail.clear()
+                return
+        if self._loops is not None:
+            self._loops.push(token_id)
 
     def _ends_with(self, marker: tuple[int, ...]) -> bool:
         count = len(marker)

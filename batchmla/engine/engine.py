@@ -21,7 +21,7 @@ from batchmla.engine.hardware import Hardware, detect
 from batchmla.engine.runner import Runner
 from batchmla.engine.sampler import Draw, Sampler
 from batchmla.engine.scheduler import Chunk, Limits, Scheduler
-from batchmla.engine.sequence import failed
+from batchmla.engine.sequence import Sequence, failed
 from batchmla.engine.settle import (
     settle_backend,
     settle_dtype,
@@ -159,18 +159,26 @@ class EngineCore:
         if draw.token_id is None:
             self._runner.forget(sequence)
             self._runner.clear(self._scheduler.fail(sequence))
-            return sequence.failure(
-                f"the model gave logits that are not finite after {sequence.num_tokens} tokens; "
-                "try model.dtype: float32"
-            )
+            return sequence.failure(draw.fault or _not_finite(sequence))
         before = sequence.num_generated
         reason = sequence.push(draw.token_id, is_forced=draw.is_forced)
-        self._totals.generated_tokens += sequence.num_generated - before
+        self._totals.generated_tokens += max(0, sequence.num_generated - before)
         if reason is None:
             return None
         self._runner.forget(sequence)
         self._scheduler.finish(sequence)
         return sequence.completion(reason)
+
+
+def _not_finite(sequence: Sequence) -> str:
+    scores = None if sequence.extras is None else sequence.extras.prompt_scores
+    position = None if scores is None else scores.bad_position
+    count = sequence.num_tokens if position is None else position
+    return (
+        f"row {sequence.prompt.row_id}: the model gave logits that are not finite after {count} "
+        f"tokens ({sequence.prompt_tokens} of them the prompt's), at position {count}; try "
+        "model.dtype: float32"
+    )
 
 
 def plan_engine(

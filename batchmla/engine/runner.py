@@ -7,6 +7,7 @@ from collections.abc import Sequence as Items
 
 import torch
 
+from batchmla.engine.logprobs import score
 from batchmla.engine.sampler import Draw, Sampler
 from batchmla.engine.scheduler import Chunk
 from batchmla.engine.sequence import Sequence
@@ -15,6 +16,8 @@ from batchmla.errors import DeviceError
 from batchmla.kv.cache import make_cache
 from batchmla.kv.layout import KVLayout
 from batchmla.models.base import Model
+
+SCORED_ROWS = 64  # of a prompt whose logits are in memory at a time
 
 
 class Runner:
@@ -49,8 +52,12 @@ class Runner:
         """One forward pass; for every chunk the draw for its sequence, None where none is due."""
         step = build_step(chunks, self._page_tokens, self._device, is_exact=self._is_exact)
         due = [chunk.sequence for chunk in chunks if chunk.samples]
+        scored = [place for place, chunk in enumerate(chunks) if chunk.sequence.scores_prompt]
         try:
             hidden_TM = self._model.forward(step, self._model.plan(step), self._cache)
+            for place in scored:
+                first = int(step.host_starts_S1[place])
+                self._score_prompt(hidden_TM[first:], chunks[place])
             draws = iter(self._draw(hidden_TM[step.logits_rows_N], due))
         except (RuntimeError, MemoryError) as error:
             if not _is_out_of_memory(error):
@@ -80,6 +87,24 @@ class Runner:
         for layer in self._cache:
             for part_PBW in layer.values():
                 part_PBW[rows] = 0
+
+    def _score_prompt(self, hidden_TM: torch.Tensor, chunk: Chunk) -> None:
+        """Log-probabilities of the prompt's tokens that the chunk's rows, the first of `hidden`,
+        tell.
+        """
+        extras = chunk.sequence.extras
+        assert extras is not None and extras.prompt_scores is not None, "asked for no scores"
+        scores = extras.prompt_scores
+        targets = scores.targets(chunk.start, chunk.num_tokens)
+        for first in range(targets.start, targets.stop, SCORED_ROWS):
+            last = min(first + SCORED_ROWS, targets.stop)
+            rows_RM = hidden_TM[first - 1 - chunk.start : last - 1 - chunk.start]
+            logits_RV = self._sampler.real(self._model.logits(rows_RM))
+            is_finite_R = torch.isfinite(logits_RV).all(dim=1)
+            if not bool(is_finite_R.all()) and scores.bad_position is None:
+                scores.bad_position = first + int((~is_finite_R).nonzero()[0])
+            ids = chunk.sequence.tokens.view[first:last].tolist()
+            scores.push(score(logits_RV, ids, [scores.num_likely] * len(ids)))
 
     def _draw(self, hidden_NM: torch.Tensor, sequences: Items[Sequence]) -> list[Draw]:
         if not sequences:

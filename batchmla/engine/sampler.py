@@ -1,4 +1,5 @@
-"""From logits to the next token of every row: faults, penalties, masks, the draw, forced tokens.
+"""From logits to the next token of every row: faults, penalties, masks, the draw, forced tokens,
+and what a row asks for beyond that (`adjust.py`, `logprobs.py`).
  Works on all rows at once; the host only looks at what differs by row. A row's result depends on
 its own logits and parameters, on its stream key and on the position, never on its neighbours or on
 earlier steps' order. N rows, V vocabulary, S remembered sequences.
@@ -10,6 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from batchmla.engine.adjust import adjust
+from batchmla.engine.logprobs import score
 from batchmla.engine.sequence import Sequence
 from batchmla.kernels.cpu.sample import uniform
 from batchmla.kernels.ops import SampleOp
@@ -21,10 +24,13 @@ LARGEST = torch.finfo(torch.float32).max
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Draw:
-    """The outcome for one row: a token, or no token because the logits were not finite."""
+    """The outcome for one row: a token, or no token because the logits were not finite or, with
+    `fault`, because of what that sentence says.
+    """
 
     token_id: int | None
     is_forced: bool = False
+    fault: str | None = None
 
 
 class SeenTokens:
@@ -91,22 +97,47 @@ class Sampler:
         """Drops what is kept for every sequence."""
         self._seen = SeenTokens(self._vocab_limit, self._device)
 
+    def real(self, logits_NV: torch.Tensor) -> torch.Tensor:
+        """The logits of ids that the tokenizer has."""
+        return logits_NV[:, : self._vocab_limit]
+
     def draw(self, logits_NV: torch.Tensor, sequences: Items[Sequence]) -> list[Draw]:
         """One `Draw` a row; `logits` is float32 and may be overwritten."""
-        logits_NV = logits_NV[:, : self._vocab_limit]
+        logits_NV = self.real(logits_NV)
         is_finite_N = self._finite_rows(logits_NV)
+        special = [row for row, sequence in enumerate(sequences) if sequence.extras is not None]
+        if special:
+            return self._draw_special(logits_NV, sequences, is_finite_N, special)
         self._penalise(logits_NV, sequences)
         self._mask_stops(logits_NV, sequences)
         ids = self._sample(logits_NV, sequences).tolist()
-        draws = []
-        for sequence, token_id, is_finite in zip(sequences, ids, is_finite_N, strict=True):
-            forced = sequence.forced_token() if is_finite else None
-            if not is_finite:
-                draws.append(Draw(token_id=None))
-            elif forced is not None:
-                draws.append(Draw(token_id=forced, is_forced=True))
-            else:
-                draws.append(Draw(token_id=token_id))
+        return _draws(sequences, ids, is_finite_N)
+
+    def _draw_special(
+        self,
+        logits_NV: torch.Tensor,
+        sequences: Items[Sequence],
+        is_finite_N: list[bool],
+        special: list[int],
+    ) -> list[Draw]:
+        """The same where the rows `special` ask for more."""
+        for row in special:
+            is_finite_N[row] = is_finite_N[row] and not _has_bad_prompt(sequences[row])
+        sound = [row for row in special if is_finite_N[row]]
+        scored = [row for row in sound if _scores(sequences[row])]
+        plain_RV = logits_NV[torch.tensor(scored, device=self._device)] if scored else None
+        free = [row for row in sound if sequences[row].forced_token() is None]
+        self._penalise(logits_NV, sequences)
+        self._mask_stops(logits_NV, sequences)
+        faults = adjust(logits_NV, sequences, free) if free else {}
+        for row in faults:
+            logits_NV[row] = 0.0
+        ids = self._sample(logits_NV, sequences).tolist()
+        draws = _draws(sequences, ids, is_finite_N)
+        for row, fault in faults.items():
+            draws[row] = Draw(token_id=None, fault=fault)
+        if plain_RV is not None:
+            _note_scores(plain_RV, [(sequences[row], draws[row]) for row in scored])
         return draws
 
     def _finite_rows(self, logits_NV: torch.Tensor) -> list[bool]:
@@ -175,3 +206,35 @@ class Sampler:
             min_p_N=knobs[:, 2],
             uniform_N=knobs[:, 3],
         )
+
+
+def _draws(sequences: Items[Sequence], ids: list[int], is_finite_N: list[bool]) -> list[Draw]:
+    """The rows' outcomes: none, a forced token, or the one drawn."""
+    draws = []
+    for sequence, token_id, is_finite in zip(sequences, ids, is_finite_N, strict=True):
+        forced = sequence.forced_token() if is_finite else None
+        if not is_finite:
+            draws.append(Draw(token_id=None))
+        elif forced is not None:
+            draws.append(Draw(token_id=forced, is_forced=True))
+        else:
+            draws.append(Draw(token_id=token_id))
+    return draws
+
+
+def _scores(sequence: Sequence) -> bool:
+    return sequence.extras is not None and sequence.extras.scores is not None
+
+
+def _has_bad_prompt(sequence: Sequence) -> bool:
+    scores = None if sequence.extras is None else sequence.extras.prompt_scores
+    return scores is not None and scores.bad_position is not None
+
+
+def _note_scores(plain_RV: torch.Tensor, drawn: Items[tuple[Sequence, Draw]]) -> None:
+    """The log-probabilities of the tokens drawn or forced, kept with their sequences."""
+    ids = [draw.token_id or 0 for _, draw in drawn]  # a row without a token ends here
+    likely = [sequence.prompt.params.logprobs or 0 for sequence, _ in drawn]
+    for (sequence, _), entry in zip(drawn, score(plain_RV, ids, likely), strict=True):
+        assert sequence.extras is not None and sequence.extras.scores is not None
+        sequence.extras.scores.push(entry)

@@ -65,10 +65,14 @@ class Group:
         return sequence.num_tokens if shares_all else sequence.prompt_tokens
 
     def hits(self, sequence: Sequence) -> list[int]:
-        """Published pages of the sequence's prefix; at least one token is left to compute."""
+        """Published pages of the sequence's prefix; at least one token is left to compute, and all
+        are where the prompt's rows are wanted for their logits.
+        """
         page_tokens = self.pages.page_tokens
         known = self.shareable_tokens(sequence)
         chain_hashes(sequence.hashes, sequence.tokens.view, page_tokens, known)
+        if sequence.scores_prompt:
+            return []
         usable = min(known, sequence.num_tokens - 1) // page_tokens
         return self.pages.match(sequence.hashes[:usable])
 
@@ -77,6 +81,7 @@ class Group:
         usable = (sequence.num_tokens - 1) // self.pages.page_tokens
         return (
             num_hits < min(usable, len(sequence.hashes))
+            and not sequence.scores_prompt
             and sequence.hashes[num_hits] in self._computing
         )
 

@@ -5,8 +5,9 @@ from typing import Generic, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from batchmla.core import Budget, Completion, FinishReason, Prompt, TokenIds
-from batchmla.engine.budget import BudgetWatch
+from batchmla.core import Budget, Completion, FinishReason, Prompt, TextCut, TokenIds
+from batchmla.engine.budget import BudgetState, BudgetWatch
+from batchmla.engine.extras import Extras
 from batchmla.kv.pages import PageHash
 
 IntType = TypeVar("IntType", np.int32, np.int64)
@@ -44,6 +45,11 @@ class GrowingIds(Generic[IntType]):
         self._data[self._num : end] = values
         self._num = end
 
+    def truncate(self, count: int) -> None:
+        """Drops all values but the first `count`."""
+        assert count <= self._num, f"{count} of {self._num} values"
+        self._num = count
+
     def _grow(self, least: int) -> None:
         grown = np.empty(max(least, 2 * len(self._data)), self._data.dtype)
         grown[: self._num] = self._data[: self._num]
@@ -74,13 +80,26 @@ class Sequence:
         self.shared_pages = 0  # leading pages taken from the prefix cache at the last admission
         self.cached_tokens: int | None = None  # prompt tokens of the first admission's hit
         self.forced_at: int | None = None
+        self.trimmed_bytes = 0  # of the last token, that belong to a stop string
         budget: Budget | None = params.budget
         self.budget = None if budget is None else BudgetWatch(budget)
+        self.extras = Extras(prompt) if params.has_extras else None
 
     @property
     def wanted(self) -> int:
         """Tokens left to compute before the sequence can be sampled."""
         return self.num_tokens - self.computed
+
+    @property
+    def budget_state(self) -> BudgetState | None:
+        """Where the sequence stands with respect to its reasoning, None if nobody follows that."""
+        return None if self.budget is None else self.budget.state
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether rows of the prompt are still wanted for their logits."""
+        scores = None if self.extras is None else self.extras.prompt_scores
+        return scores is not None and not scores.is_complete
 
     def forced_token(self) -> int | None:
         """The token that the reasoning budget dictates next, if any."""
@@ -90,23 +109,51 @@ class Sequence:
         """Takes the token drawn or forced for the next position; the reason if that ended the
         sequence.
 
-        A stop id is not appended. Forced tokens never stop a sequence, but they count towards its
-        length.
+        A stop id is not appended, and what follows a stop string is taken off again. Forced tokens
+        never stop a sequence, but they count towards its length.
         """
         if not is_forced and token_id in self.prompt.params.stop_ids:
+            if self.extras is not None:
+                self._cut(self.extras.finish())
             return FinishReason.STOP
         if is_forced and self.forced_at is None:
             self.forced_at = self.num_generated
         self.tokens.append(token_id)
         self.num_tokens += 1
         self.num_generated += 1
+        before = self.budget_state
         if self.budget is not None:
             self.budget.push(token_id)
+        if self.extras is not None and self._ends_by_extras(self.extras, token_id, before):
+            return FinishReason.STOP
         return FinishReason.LENGTH if self.num_tokens >= self.max_total else None
+
+    def _ends_by_extras(self, extras: Extras, token_id: int, before: BudgetState | None) -> bool:
+        """Whether a stop string or a grammar ends the sequence with the token just appended."""
+        cut = extras.push(token_id, self.num_generated - 1, before, self.budget_state)
+        if cut is None and self.num_tokens >= self.max_total:
+            cut = extras.finish()
+        return self._cut(cut) or extras.is_over
+
+    def _cut(self, cut: TextCut | None) -> bool:
+        """Takes off what a stop string ends; False if there is nothing to cut."""
+        if cut is None:
+            return False
+        self.num_generated = cut.num_tokens
+        self.num_tokens = self.prompt_tokens + cut.num_tokens
+        self.tokens.truncate(self.num_tokens)
+        self.trimmed_bytes = cut.trimmed_bytes
+        if self.forced_at is not None and self.forced_at >= cut.num_tokens:
+            self.forced_at = None
+        return True
 
     def completion(self, reason: FinishReason) -> Completion:
         """The finished row."""
         token_ids: TokenIds = self.tokens.view[self.prompt_tokens :].copy()
+        extras = self.extras
+        scores = None if extras is None else extras.scores
+        prompt_scores = None if extras is None else extras.prompt_scores
+        has_looped = self.budget is not None and self.budget.has_looped
         return Completion(
             row_id=self.prompt.row_id,
             index=self.prompt.index,
@@ -116,6 +163,10 @@ class Sequence:
             prompt_tokens=self.prompt_tokens,
             cached_tokens=self.cached_tokens or 0,
             forced_at=self.forced_at,
+            has_looped=has_looped and self.forced_at is not None,
+            trimmed_bytes=self.trimmed_bytes,
+            logprobs=None if scores is None else scores.result(self.num_generated),
+            prompt_logprobs=None if prompt_scores is None else prompt_scores.result(),
         )
 
     def failure(self, error: str) -> Completion:

@@ -12,7 +12,7 @@ join their ends to the neighbouring text.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import accumulate
 
@@ -29,8 +29,9 @@ class ReasoningState(StrEnum):
 
     CLOSED = "closed"  # by the model
     BUDGET = "budget"  # by the budget
+    LOOP = "loop"  # by the loop guard
     LENGTH = "length"  # max_tokens fell inside it
-    UNCLOSED = "unclosed"  # a stop token came inside it
+    UNCLOSED = "unclosed"  # a stop came inside it
     NONE = "none"  # there was none
 
 
@@ -112,10 +113,12 @@ class Reasoner:
         if completion.finish_reason is FinishReason.ERROR:
             return _answer(None, None, ReasoningState.NONE, 0, 0)
         ids: list[int] = completion.token_ids.tolist()
-        if not self.has_markers:
-            return _answer(None, self._bytes(ids), ReasoningState.NONE, 0, len(ids))
         pieces = [self._tokenizer.token_bytes(token_id) for token_id in ids]
+        if completion.trimmed_bytes:
+            pieces[-1] = pieces[-1][: -completion.trimmed_bytes]
         data = b"".join(pieces)
+        if not self.has_markers:
+            return _answer(None, data, ReasoningState.NONE, 0, len(ids))
         edges = list(accumulate(map(len, pieces), initial=0))  # byte offset of every token
 
         opening = _Cut(0, 0, 0, 0)
@@ -126,7 +129,9 @@ class Reasoner:
             return _answer(None, data, ReasoningState.NONE, 0, len(ids))
         before = data[: opening.start]
         if completion.forced_at is not None:
-            return self._split_forced(ids, data, edges, opening, completion.forced_at, forced_ids)
+            made = self._split_forced(ids, data, edges, opening, completion.forced_at, forced_ids)
+            is_looped = completion.has_looped and made.state is ReasoningState.BUDGET
+            return replace(made, state=ReasoningState.LOOP) if is_looped else made
         closing = self._find(ids, data, edges, self.end_ids, self._end, opening)
         if closing is None:
             is_cut = completion.finish_reason is FinishReason.LENGTH
@@ -188,9 +193,6 @@ class Reasoner:
         first = max(behind.after, next(n for n in range(len(ids)) if edges[n + 1] > start))
         after = next(n for n in range(len(ids) + 1) if edges[n] >= end)
         return _Cut(first, max(first, after), start, end)
-
-    def _bytes(self, ids: Sequence[int]) -> bytes:
-        return self._tokenizer.decoder.bytes_of(ids)
 
 
 def _answer(

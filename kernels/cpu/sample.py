@@ -197,7 +197,7 @@ def _draw_among(
     them.
     """
     vocab = logits_NV.shape[1]
-    logits_NK, ids_NK, beyond_N = _largest(logits_NV, width)
+    logits_NK, ids_NK, beyond_N = largest_few(logits_NV, width)
     weights_NK = torch.exp((logits_NK.double() - best_N1) / temperature_N[:, None])
     places_K = torch.arange(width, device=u_N.device)
     is_counted_NK = (top_k_N[:, None] == 0) | (places_K < top_k_N[:, None])
@@ -221,7 +221,7 @@ def _draw_among(
     return ids_NK.gather(1, place_N1)[:, 0], is_settled_N
 
 
-def _largest(
+def largest_few(
     logits_NV: torch.Tensor, width: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(logits [N, K] falling, ids [N, K] rising among equals, [N] the largest logit left out)."""

@@ -44,6 +44,9 @@ def drive(watch: BudgetWatch, choices: list[int], num_tokens: int) -> tuple[list
         (budget(1, is_open=False), [9, 50, 51, 1, 2], [9, 50, 51, 1, 60, 61, 2]),
         (budget(0, is_open=False), [50, 51, 1, 2], [50, 51, 60, 61, 1, 2]),
         (budget(1, is_open=False), [1, 2, 3, 50, 1], [1, 2, 3, 50, 1]),  # never opened
+        (budget(1), [50, 51, 1, 2], [50, 60, 61, 51, 1, 2]),
+        (budget(2), [50, 51, 1, 2, 3], [50, 51, 1, 2, 60, 61, 3]),  # the prompt's marker once more
+        (budget(2), [50, 51, 50, 51, 3], [50, 51, 50, 51, 60, 61, 3]),  # and only once
         (budget(1, is_open=False), [60, 61, 50, 51, 7, 8], [60, 61, 50, 51, 7, 60, 61, 8]),
     ],
 )  # fmt: skip
@@ -65,11 +68,12 @@ def test_reasoning_never_exceeds_its_budget(
     forced = (*message, *END)
     watch = BudgetWatch(budget(most, is_open=is_open, forced=forced))
     ids, flags = drive(watch, choices, len(choices) + len(forced))
+    repeats = tuple(ids[:2]) == START and not any(flags[:2])  # the prompt's marker once more
     opened = 0 if is_open else find(ids, START, 0)
     if opened is None:
         assert not any(flags)
         return
-    begin = opened if is_open else opened + len(START)
+    begin = opened + len(START) if repeats or not is_open else 0
     natural = find(ids, END, begin)
     if any(flags):
         first = flags.index(True)

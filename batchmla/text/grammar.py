@@ -1,0 +1,199 @@
+"""Grammars for contents: a JSON schema, a regex, a choice or a Lark grammar as masks over tokens.
+
+The library llguidance computes the masks; it is imported only where a job asks for a grammar. The
+tokens are the bytes that our own decoder gives them; control tokens are never part of a content.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from batchmla.core import GrammarState
+from batchmla.errors import JobError
+from batchmla.text.tokenizer import Tokenizer
+
+KINDS = ("json_schema", "regex", "choice", "grammar")
+WHITE_SPACE = r"[ \n\r\t]{1,40}"  # between the tokens of JSON; without an end a model may go on
+_ONES = 0xFFFFFFFF
+
+
+class BadGrammar(ValueError):
+    """No content can follow it, or it cannot be read; the message says why."""
+
+
+class Content:
+    """A `GrammarState`."""
+
+    def __init__(self, matcher: Any) -> None:
+        self.matcher = matcher
+
+    @property
+    def can_end(self) -> bool:
+        """Whether the content so far is complete."""
+        return bool(self.matcher.is_accepting())
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing can follow."""
+        return bool(self.matcher.is_stopped())
+
+    def push(self, token_id: int) -> None:
+        """Notes a token of the content."""
+        is_taken = self.matcher.consume_token(token_id)
+        assert is_taken, f"token {token_id} is outside its grammar: {self.matcher.get_error()}"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CompiledGrammar:
+    """A `Grammar`."""
+
+    compiler: "GrammarCompiler"
+    first: Any  # a matcher at the beginning, to be copied
+
+    def start(self) -> Content:
+        """The state of an empty content."""
+        return Content(self.first.deep_copy())
+
+    def fill(self, states: Sequence[GrammarState], masks_NW: npt.NDArray[np.int32]) -> None:
+        """The masks of all states at once."""
+        self.compiler.fill(states, masks_NW)
+
+
+class GrammarCompiler:
+    """Compiles each different grammar of a job once."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        try:
+            import llguidance
+            import llguidance.numpy
+        except ImportError:
+            raise JobError(
+                "sampling.structured needs the package llguidance; run "
+                'pip install "batchmla[structured]"'
+            ) from None
+        self._library = llguidance
+        vocabulary = _Vocabulary(tokenizer)
+        self._end_id = vocabulary.eos_token_id
+        self._num_words = -(-len(vocabulary.tokens) // 32)
+        wrapper = llguidance.TokenizerWrapper(vocabulary)
+        self._tokens = llguidance.LLTokenizer(wrapper, n_vocab=len(vocabulary.tokens))
+        self._executor = llguidance.LLExecutor()
+        self._made: dict[str, CompiledGrammar | BadGrammar] = {}
+
+    def compile(self, kind: str, value: Any) -> CompiledGrammar:
+        """The grammar of a JSON schema (a map or true), a regex, a list of choices, or in Lark.
+
+        Raises BadGrammar where it cannot be read or no text at all follows it.
+        """
+        key = json.dumps([kind, value], sort_keys=True)
+        if key not in self._made:
+            try:
+                self._made[key] = self._compile(kind, value)
+            except BadGrammar as fault:
+                self._made[key] = fault
+        made = self._made[key]
+        if isinstance(made, BadGrammar):
+            raise made
+        return made
+
+    def fill(self, states: Sequence[GrammarState], masks_NW: npt.NDArray[np.int32]) -> None:
+        """See `Grammar.fill`; uses several processors."""
+        matchers = [
+            (state.matcher, row) for row, state in enumerate(states) if isinstance(state, Content)
+        ]
+        assert len(matchers) == len(states), "states of another library"
+        self._library.numpy.fill_next_token_bitmask_par(self._executor, matchers, masks_NW)
+        word, bit = divmod(self._end_id, 32)
+        if word < masks_NW.shape[1]:
+            masks_NW.view(np.uint32)[:, word] &= np.uint32(_ONES ^ (1 << bit))
+
+    def _compile(self, kind: str, value: Any) -> CompiledGrammar:
+        try:
+            text = self._text(kind, value)
+        except ValueError as fault:
+            raise BadGrammar(_sentence(str(fault))) from None
+        message = self._library.LLMatcher.validate_grammar(text, self._tokens)
+        if message and not message.startswith("WARNING"):
+            raise BadGrammar(_sentence(message))
+        matcher = self._library.LLMatcher(self._tokens, text, log_level=0)
+        if matcher.is_error():
+            raise BadGrammar(_sentence(matcher.get_error()))
+        made = CompiledGrammar(self, matcher)
+        masks = np.zeros((1, self._num_words), np.int32)
+        self.fill([made.start()], masks)
+        if not masks.any():
+            raise BadGrammar("no text follows it")
+        return made
+
+    def _text(self, kind: str, value: Any) -> str:
+        """The grammar as llguidance takes it."""
+        library = self._library.LLMatcher
+        if kind == "json_schema":
+            if value is False:
+                raise ValueError("no text follows the schema false")
+            schema = {} if value is True else value
+            options: Any = {"whitespace_pattern": WHITE_SPACE}
+            return str(library.grammar_from_json_schema(json.dumps(schema), overrides=options))
+        if kind == "regex":
+            return str(library.grammar_from_regex(value))
+        if kind == "choice":
+            choices = " | ".join(json.dumps(text, ensure_ascii=False) for text in value)
+            return str(library.grammar_from_lark(f"start: {choices}"))
+        return str(library.grammar_from_lark(value))
+
+
+class _Vocabulary:
+    """The tokens as llguidance's `TokenizerWrapper` wants them."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        limit = len(tokenizer)
+        is_control = tokenizer.is_control(np.arange(limit, dtype=np.int32))
+        self._tokenizer = tokenizer
+        self.tokens = [tokenizer.token_bytes(token_id) for token_id in range(limit)]
+        self.special_token_ids: list[int] = np.flatnonzero(is_control).tolist()
+        self.bos_token_id = None
+        self.eos_token_id = limit if tokenizer.eos_id is None else tokenizer.eos_id
+        if self.eos_token_id == limit:
+            self.tokens.append(b"<end>")
+            self.special_token_ids.append(limit)
+
+    def __call__(self, text: bytes | str) -> list[int]:
+        """The tokens that the model writes this text in: what a grammar forces is put in them."""
+        data = text if isinstance(text, bytes) else text.encode()
+        ids = self._tokenizer.encode_plain(data.decode(errors="replace")).tolist()
+        if self._tokenizer.decoder.bytes_of(ids) == data:
+            return list(ids)
+        return self._longest_first(data)
+
+    def _longest_first(self, data: bytes) -> list[int]:
+        """For text that the tokenizer changes: the longest token that fits, again and again."""
+        ids: list[int] = []
+        at = 0
+        while at < len(data):
+            ends = range(min(len(data), at + self._longest), at, -1)
+            found = next((end for end in ends if data[at:end] in self._ids), None)
+            if found is None:
+                return ids  # the rest is left to the model
+            ids.append(self._ids[data[at:found]])
+            at = found
+        return ids
+
+    @cached_property
+    def _ids(self) -> dict[bytes, int]:
+        special = set(self.special_token_ids)
+        pairs = [(text, n) for n, text in enumerate(self.tokens) if text and n not in special]
+        return dict(reversed(pairs))
+
+    @cached_property
+    def _longest(self) -> int:
+        return max(map(len, self._ids), default=0)
+
+
+def _sentence(message: str) -> str:
+    """The library's message on one line."""
+    return " ".join(message.split())[:300]

@@ -1,0 +1,54 @@
+"""What sampling.structured holds: exactly one of a JSON schema, a regex, choices, a grammar."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+KINDS = ("json_schema", "regex", "choice", "grammar")
+
+
+def read_structured(value: Any) -> dict[str, Any]:
+    """{kind: what it must be} of a map with one key, or of its JSON text.
+
+    Keys with null count as not given, as Arrow has them in structs. Raises ValueError with what it
+    must be.
+    """
+    if isinstance(value, str):
+        value = _parsed(value)
+    if isinstance(value, Mapping):
+        given = {kind: one for kind, one in value.items() if one is not None}
+        if len(given) == 1 and set(given) <= set(KINDS):
+            ((kind, inner),) = given.items()
+            return {kind: read_kind(kind, inner)}
+    raise ValueError(f"it must be a map with one of the keys {', '.join(KINDS)}")
+
+
+def read_kind(kind: str, value: Any) -> Any:
+    """The value of one kind in its plain form. Raises ValueError with what it must be."""
+    if kind == "json_schema":
+        schema = _parsed(value) if isinstance(value, str) else _without_nulls(value)
+        if not isinstance(schema, Mapping | bool):
+            raise ValueError("it must be a JSON schema: a map, or the JSON text of one")
+        return schema
+    if kind == "choice":
+        is_list = isinstance(value, Sequence) and not isinstance(value, str)
+        if not is_list or not value or not all(isinstance(one, str) and one for one in value):
+            raise ValueError("it must be a list of texts that are not empty")
+        return list(value)
+    if not isinstance(value, str) or not value:
+        raise ValueError("it must be a text that is not empty")
+    return value
+
+
+def _parsed(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as fault:
+        raise ValueError(f"it must be JSON text: {fault}") from None
+
+
+def _without_nulls(value: Any) -> Any:
+    """Structs of a column have every key of every row; those that a row lacks are null."""
+    if isinstance(value, Mapping):
+        return {key: _without_nulls(one) for key, one in value.items() if one is not None}
+    return [_without_nulls(one) for one in value] if isinstance(value, list) else value
