@@ -226,10 +226,24 @@ def _wrapped(value: Any, name: str) -> Any:
     if isinstance(value, bytes):
         raise RowFault(f"column {name!r} holds bytes, which are not text")
     if isinstance(value, Mapping):
-        return {_marked(str(key), name): _wrapped(item, name) for key, item in value.items()}
+        return {
+            _marked(str(key), name): _arguments(item, name)
+            if key == "arguments"
+            else _wrapped(item, name)
+            for key, item in value.items()
+        }
     if isinstance(value, list | tuple):
         return [_wrapped(item, name) for item in value]
     return NullValue(name=name) if _is_null(value) else value
+
+
+def _arguments(value: Any, name: str) -> Any:
+    """Those of a tool call: JSON, in which null is a value like any other."""
+    if isinstance(value, Mapping):
+        return {_marked(str(key), name): _arguments(item, name) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_arguments(item, name) for item in value]
+    return None if value is None else _wrapped(value, name)
 
 
 def _kind(value: Any) -> str:

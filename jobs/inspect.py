@@ -7,10 +7,12 @@ from rich.console import Console
 from rich.table import Table
 
 from batchmla.engine.describe import GQA_HEADS, ModelFacts, describe
+from batchmla.engine.engine import read_config
 from batchmla.errors import JobError
 from batchmla.kv.layout import DTYPE_BYTES
-from batchmla.text.chat import find_template
+from batchmla.text.encoded import encoder_name
 from batchmla.text.formats.registry import choose_format
+from batchmla.text.template_files import find_template
 from batchmla.text.tokenizer import Tokenizer
 from batchmla.weights.folder import find_model
 
@@ -46,8 +48,19 @@ def inspect_model(path: str, revision: str = "main") -> dict[str, Any]:
         "kv_bytes_per_token_mha": facts.token_bytes_as(None, kv_dtype),
         f"kv_bytes_per_token_gqa{GQA_HEADS}": facts.token_bytes_as(GQA_HEADS, kv_dtype),
         "kv_bytes_at": {str(length): layout.bytes_for(length) for length in lengths_of(facts)},
+        "kv_layouts": {name: _layout_facts(facts, name) for name in (kv_dtype, *facts.kv_formats)},
         **_text_facts(folder, notes),
         "notes": notes,
+    }
+
+
+def _layout_facts(facts: ModelFacts, kv_dtype: str) -> dict[str, Any]:
+    """Bytes of one way to keep the rows: a token over all layers, and whole sequences."""
+    layout = facts.layout(kv_dtype)
+    return {
+        "bytes_per_token": layout.token_bytes,
+        "constant_bytes": layout.lane_bytes,
+        "bytes_at": {str(length): layout.bytes_for(length) for length in lengths_of(facts)},
     }
 
 
@@ -61,6 +74,7 @@ def _text_facts(folder: Path, notes: list[str]) -> dict[str, Any]:
     """Reasoning markers and chat format; None where the folder has no tokenizer."""
     unknown: dict[str, Any] = {
         "chat_template": None,
+        "chat_encoder": None,
         "reasoning_parser": None,
         "reasoning_markers": None,
         "supports_budget": None,
@@ -71,18 +85,21 @@ def _text_facts(folder: Path, notes: list[str]) -> dict[str, Any]:
         return unknown
     try:
         tokenizer = Tokenizer.load(folder)
+        model = read_config(folder)
         template = find_template(folder, tokenizer)
-        markers = choose_format("auto", tokenizer)
+        source = None if template is None else template[0]
+        markers = choose_format("auto", tokenizer, model=model, template=source)
     except JobError as error:
         notes.append(str(error))
         return unknown
     has_markers = markers.start is not None
     return {
-        "chat_template": None if template is None else template[0],
+        "chat_template": source,
+        "chat_encoder": encoder_name(model) if template is None else None,
         "reasoning_parser": markers.name,
         "reasoning_markers": [markers.start, markers.end] if has_markers else None,
         "supports_budget": has_markers,
-        "supports_tool_calls": False,
+        "supports_tool_calls": markers.tools is not None,
     }
 
 
@@ -99,9 +116,9 @@ def print_inspect(facts: dict[str, Any], console: Console | None = None) -> None
         ("parameters", f"{total:,} ({active:,} active a token)"),
         ("dtype", f"{facts['dtype']}, quantisation: {facts['quantization'] or 'none'}"),
         ("positions", f"{facts['max_positions']:,}"),
-        ("chat template", facts["chat_template"] or "none found"),
+        ("chat template", facts["chat_template"] or _encoder_words(facts)),
         ("reasoning", _reasoning_words(facts)),
-        ("tool calls", "not built yet"),
+        ("tool calls", "read" if facts["supports_tool_calls"] else "no known syntax"),
     ]
     for name, value in rows:
         head.add_row(name, value)
@@ -126,8 +143,28 @@ def print_inspect(facts: dict[str, Any], console: Console | None = None) -> None
             *(gib(other) for other in others),
         )
     console.print(table, highlight=False)
+    if len(facts["kv_layouts"]) > 1:
+        console.print(_layouts_table(facts["kv_layouts"]), highlight=False)
     for note in facts["notes"]:
         console.print(f"note: {note}", highlight=False, markup=False)
+
+
+def _layouts_table(layouts: dict[str, Any]) -> Table:
+    """Every way to keep the rows, side by side."""
+    table = Table(title="KV cache by layout, in bytes", title_justify="left")
+    table.add_column("")
+    for name in layouts:
+        table.add_column(name, justify="right")
+    rows = list(layouts.values())
+    table.add_row("1 token", *(f"{row['bytes_per_token']:,.10g}" for row in rows))
+    for length in rows[0]["bytes_at"]:
+        table.add_row(f"{int(length):,} tokens", *(f"{row['bytes_at'][length]:,}" for row in rows))
+    return table
+
+
+def _encoder_words(facts: dict[str, Any]) -> str:
+    name = facts["chat_encoder"]
+    return "none found" if name is None else f"none needed: prompts are written as {name}"
 
 
 def _reasoning_words(facts: dict[str, Any]) -> str:

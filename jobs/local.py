@@ -6,12 +6,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from batchmla.core import Completion, Prompt
+from batchmla.core import Completion, FinishReason, Prompt
 from batchmla.engine.config import EngineConfig
 from batchmla.engine.engine import load_engine, plan_engine, read_config
 from batchmla.engine.hardware import detect
 from batchmla.engine.numerics import describe_numerics
-from batchmla.errors import DeviceError
+from batchmla.errors import DeviceError, JobError
 from batchmla.jobs.manifest import model_fingerprint
 from batchmla.jobs.options import engine_options
 from batchmla.jobs.prompt import PromptMaker
@@ -20,13 +20,18 @@ from batchmla.jobs.remote_store import store_at
 from batchmla.jobs.row import Row
 from batchmla.jobs.rowtext import Answer
 from batchmla.jobs.sampling import read_generation_config, resolve_sampling
+from batchmla.jobs.sampling_rules import RuleMaker
 from batchmla.jobs.seams import LoadedEngine, Seams, Table
 from batchmla.jobs.spec import JobSpec
+from batchmla.jobs.tools import JobTools
 from batchmla.models.load import check_model
-from batchmla.text.chat import ChatTemplate, find_template
+from batchmla.text.formats.calls import ToolCall
 from batchmla.text.formats.registry import choose_format
 from batchmla.text.reasoning import Reasoner
+from batchmla.text.renderer import Renderer, has_renderer, load_renderer
+from batchmla.text.template_files import DEFAULT, templates_in
 from batchmla.text.tokenizer import Tokenizer
+from batchmla.text.tool_calls import CallReader
 from batchmla.weights.folder import find_model
 
 
@@ -39,21 +44,30 @@ class LocalText:
         """`columns`: the input's; `limit_tokens`: what prompt and completion may hold together."""
         self.tokenizer = Tokenizer.load(folder)
         reasoning, prompt = spec.reasoning, spec.prompt
+        model = read_config(folder)
+        tools = JobTools(prompt.tools, columns)
+        chat = _renderer(spec, folder, self.tokenizer, model, tools)
         chosen = choose_format(
-            reasoning.parser, self.tokenizer, start=reasoning.start, end=reasoning.end
+            reasoning.parser,
+            self.tokenizer,
+            model=model,
+            template=_template(chat, folder, self.tokenizer),
+            start=reasoning.start,
+            end=reasoning.end,
         )
         self.reasoner = Reasoner(self.tokenizer, chosen)
-        chat = None
-        can_lack = not prompt.is_given and prompt.chat_template is None
-        if prompt.raw is None and not (can_lack and find_template(folder, self.tokenizer) is None):
-            chat = ChatTemplate.load(
-                folder, self.tokenizer, thinking=reasoning.thinking, override=prompt.chat_template
+        self._calls = CallReader(self.tokenizer, chosen)
+        if prompt.tools is not None and not self._calls.has_syntax:
+            raise JobError(
+                f"prompt.tools: the format {chosen.name} has no syntax for tool calls; name the "
+                "model's format as reasoning.parser, or leave prompt.tools out"
             )
         self.sampling = resolve_sampling(
             spec.sampling,
             read_generation_config(folder),
             eos_ids=_eos_ids(self.tokenizer, read_config(folder)),
             vocab_limit=len(self.tokenizer),
+            rules=RuleMaker(self.tokenizer),
         )
         self.maker = PromptMaker(
             spec,
@@ -63,10 +77,13 @@ class LocalText:
             reasoner=self.reasoner,
             columns=columns,
             limit_tokens=limit_tokens,
+            tools=tools,
+            arguments="as_given" if prompt.chat_template is not None else chosen.arguments,
         )
         self._folder = folder
         template = "" if chat is None else chat.source
-        parts = (template, chosen.name, chosen.start or "", chosen.end or "")
+        parts = [template, chosen.name, chosen.start or "", chosen.end or ""]
+        parts += [] if tools.common.text is None else [tools.common.text]
         self.prompt_hash = hashlib.blake2b("\0".join(parts).encode(), digest_size=8).hexdigest()
 
     @property
@@ -94,10 +111,20 @@ class LocalText:
         is_open = self.reasoner.is_open(prompt.token_ids) if budget is None else budget.is_open
         forced_ids = () if budget is None else budget.forced_ids
         found = self.reasoner.split(completion, is_open=is_open, forced_ids=forced_ids)
+        content, finish_reason = found.content, completion.finish_reason
+        calls: Sequence[ToolCall] = ()
+        tool_error = None
+        if content and self._calls.is_asked(prompt.token_ids, prompt.tools):
+            read = self._calls.read(content, prompt.tools)
+            content, calls, tool_error = read.content, read.calls, read.error
+            if calls and finish_reason is FinishReason.STOP:
+                finish_reason = FinishReason.TOOL_CALLS
         return Answer(
             reasoning=found.reasoning,
-            content=found.content,
-            finish_reason=str(completion.finish_reason),
+            content=content,
+            tool_calls=[{"name": c.name, "arguments": c.arguments} for c in calls] or None,
+            tool_error=tool_error,
+            finish_reason=str(finish_reason),
             reasoning_state=str(found.state),
             reasoning_tokens=found.reasoning_tokens,
             content_tokens=found.content_tokens,
@@ -181,6 +208,41 @@ def local_seams() -> Seams:
         numerics=local_numerics,
         check=check_local_engine,
     )
+
+
+def _renderer(
+    spec: JobSpec,
+    folder: Path,
+    tokenizer: Tokenizer,
+    model: Mapping[str, Any],
+    tools: JobTools,
+) -> Renderer | None:
+    """What writes the job's conversations; None for raw prompts, and where none may come."""
+    prompt = spec.prompt
+    if prompt.raw is not None:
+        if prompt.tools is not None:
+            raise JobError("prompt.tools needs a conversation; with prompt.raw leave it out")
+        return None
+    can_lack = not prompt.is_given and prompt.chat_template is None
+    if can_lack and not has_renderer(folder, tokenizer, model=model):
+        return None
+    return load_renderer(
+        folder,
+        tokenizer,
+        model=model,
+        thinking=spec.reasoning.thinking,
+        override=prompt.chat_template,
+        tools=tools.common.definitions if prompt.is_given else (),
+        has_tools=prompt.tools is not None,
+    )
+
+
+def _template(chat: Renderer | None, folder: Path, tokenizer: Tokenizer) -> str | None:
+    """The chat template in use, or the one that raw prompts leave out."""
+    if chat is not None:
+        return chat.template
+    found = templates_in(folder, tokenizer).get(DEFAULT)
+    return None if found is None else found[0]
 
 
 def _eos_ids(tokenizer: Tokenizer, config: Mapping[str, Any]) -> set[int]:

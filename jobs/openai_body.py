@@ -9,6 +9,7 @@ from typing import Any
 
 from batchmla.jobs.conversation import RowFault, messages_of
 from batchmla.jobs.sampling_values import ROW_FIELDS
+from batchmla.jobs.tools import GivenTools, row_tools
 from batchmla.text.marked import MarkedText
 
 CHAT = "/v1/chat/completions"
@@ -30,7 +31,6 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "stream_options": (),
     "stop": (),
     "bad_words": (),
-    "tools": (),
     "tool_choice": ("none", "auto"),
     "functions": (),
     "function_call": ("none", "auto"),
@@ -54,7 +54,6 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "audio": (),
     "prediction": (),
     "web_search_options": (),
-    "reasoning_effort": (),
     "verbosity": (),
     "thinking_token_budget": (),
     "include_reasoning": (True,),
@@ -70,6 +69,7 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "truncate_prompt_tokens": (),
     "return_token_ids": (False,),
 }
+_READ = ("tools", "reasoning_effort")
 _LIMITS = ("max_completion_tokens", "max_tokens")  # the first one given counts
 
 
@@ -104,6 +104,20 @@ class BatchPrompt:
             raise RowFault("body.messages is missing")
         return messages_of(body["messages"], "body.messages")
 
+    def tools(self, values: Mapping[str, Any]) -> GivenTools | None:
+        """The tools of a request, None where it says nothing of them. Raises RowFault."""
+        body = values["body"]
+        if body.get("tool_choice") == "none":
+            return GivenTools()
+        return None if body.get("tools") is None else row_tools(body["tools"], "body.tools")
+
+    def effort(self, values: Mapping[str, Any]) -> str | None:
+        """The level of reasoning that a request asks for. Raises RowFault."""
+        effort = values["body"].get("reasoning_effort")
+        if effort is not None and not isinstance(effort, str):
+            raise RowFault("body.reasoning_effort is no text")
+        return effort
+
     def sampling(self, values: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
         """The sampling values that the body gives, with where they stand."""
         body = values["body"]
@@ -127,6 +141,8 @@ def _checked_body(values: Mapping[str, Any]) -> Mapping[str, Any]:
     prompt = "messages" if url == CHAT else "prompt"
     for name, value in body.items():
         if name in ROW_FIELDS or name in _LIMITS or name in _WITHOUT_EFFECT or name == prompt:
+            continue
+        if name in _READ and url == CHAT:
             continue
         if name not in _NEUTRAL:
             raise RowFault(f"body.{name:.60} is not known in a request to {url}; take it out")

@@ -3,29 +3,29 @@
 A row that cannot be used yields a sentence in place of its prompt and leaves the others alone.
 """
 
-import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from hashlib import blake2b
 
 import numpy as np
 
-from batchmla.core import Budget, Prompt, SamplingParams, TokenIds
+from batchmla.core import Prompt, SamplingParams, TokenIds
 from batchmla.errors import JobError
+from batchmla.jobs.budget_rule import BudgetRule
 from batchmla.jobs.conversation import MessagesPrompt, RawPrompt, RowFault, UserPrompt
 from batchmla.jobs.openai_body import BatchPrompt
 from batchmla.jobs.row import Row
 from batchmla.jobs.sampling import Sampling
 from batchmla.jobs.sampling_values import BadValue
-from batchmla.jobs.settings import JobSpec, ReasoningSettings
+from batchmla.jobs.settings import JobSpec
+from batchmla.jobs.tools import GivenTools, JobTools, arguments_as
 from batchmla.jobs.truncate import Side, room_of, shortened
-from batchmla.text.chat import ChatTemplate
+from batchmla.text.formats.format import ArgumentsForm
 from batchmla.text.marked import MarkedText
 from batchmla.text.reasoning import Reasoner
+from batchmla.text.renderer import Renderer
 from batchmla.text.template import TemplateFault
 from batchmla.text.tokenizer import Tokenizer
-
-_LOG = logging.getLogger(__name__)
 
 QUICK_CHARACTERS = 2**19  # a text up to here is measured by its tokens, in about a second
 
@@ -44,17 +44,22 @@ class PromptMaker:
         spec: JobSpec,
         *,
         tokenizer: Tokenizer,
-        chat: ChatTemplate | None,
+        chat: Renderer | None,
         sampling: Sampling,
         reasoner: Reasoner,
         columns: Sequence[str],
         limit_tokens: int | None,
+        tools: JobTools | None = None,
+        arguments: ArgumentsForm = "as_given",
     ) -> None:
         """`chat` may be None for raw prompts only. `columns` are the input's. A job without a
         prompt has the requests of an OpenAI batch.
 
         `limit_tokens` is what prompt and completion may hold together, None if it is not known.
+        `arguments` is the form in which `chat` takes the arguments of earlier tool calls.
         """
+        self._tools = tools or JobTools(None, columns)
+        self._arguments = arguments
         self._tokenizer = tokenizer
         self._chat = chat
         self._sampling = sampling
@@ -80,7 +85,7 @@ class PromptMaker:
         else:
             assert prompt.user is not None
             self._talk = UserPrompt(prompt.user, prompt.system, columns, tokenizer.control)
-        self._budget = _BudgetRule.of(spec.reasoning, reasoner, tokenizer, sampling.params)
+        self._budget = BudgetRule.of(spec.reasoning, reasoner, tokenizer, sampling.params)
         self._params: dict[bool, SamplingParams] = {}
 
     @property
@@ -88,7 +93,8 @@ class PromptMaker:
         """The columns that prompts and their sampling values are made of."""
         maker = self._raw or self._talk
         assert maker is not None
-        return tuple(dict.fromkeys((*maker.columns, *self._sampling.columns.values())))
+        named = (*maker.columns, *self._tools.columns, *self._sampling.columns.values())
+        return tuple(dict.fromkeys(named))
 
     def text(self, row: Row) -> MarkedText:
         """The prompt's text as the model will get it. Raises RowFault."""
@@ -101,11 +107,19 @@ class PromptMaker:
         assert self._talk is not None
         if self._chat is None:
             raise RowFault("the model has no chat template; give one as prompt.chat_template")
-        messages = self._talk.messages(row.values)
+        messages = arguments_as(self._talk.messages(row.values), self._arguments)
+        given = self._given_tools(row)
+        tools = () if given is self._tools.common and self._batch is None else given.definitions
+        effort = None if self._batch is None else self._batch.effort(row.values)
         try:
-            return self._chat.render(messages)
+            return self._chat.render(messages, tools=tools, effort=effort)
         except TemplateFault as fault:
             raise RowFault(f"the chat template refuses the conversation: {fault}") from None
+
+    def _given_tools(self, row: Row) -> GivenTools:
+        """What a row's answer may call; `chat` knows those of the whole job."""
+        own = None if self._batch is None else self._batch.tools(row.values)
+        return self._tools.of_row(row.values) if own is None else own
 
     def prompts(self, rows: Sequence[Row]) -> list[Prompt | str]:
         """One prompt a row, or the sentence why it has none; tokenised together."""
@@ -173,6 +187,7 @@ class PromptMaker:
             params=self._with_budget(params, ids),
             token_ids=ids,
             stream_key=stream_key(seed, row.typed_id, row.sample),
+            tools=None if self._raw is not None else self._given_tools(row).text,
         )
 
     def _sampled(self, row: Row) -> tuple[SamplingParams, int]:
@@ -231,7 +246,9 @@ class PromptMaker:
         )
 
     def _with_budget(self, params: SamplingParams, ids: TokenIds) -> SamplingParams:
-        if self._budget is None:
+        if params is not self._sampling.params:
+            self._check_row(params)
+        if not self._budget.concerns(params):
             return params
         is_open = self._reasoner.is_open(ids)
         if self._budget.depends_on_prompt(params):
@@ -242,6 +259,12 @@ class PromptMaker:
             self._params[is_open] = self._budget.applied(params, is_open, None)
         return self._params[is_open]
 
+    def _check_row(self, params: SamplingParams) -> None:
+        try:
+            self._budget.check(params)
+        except BadValue as fault:
+            raise RowFault(str(fault)) from None
+
     def _room(self, ids: TokenIds) -> int:
         if self._limit_tokens is None:
             raise JobError(
@@ -249,92 +272,6 @@ class PromptMaker:
                 "not known"
             )
         return self._limit_tokens - len(ids)
-
-
-class _BudgetRule:
-    """The reasoning budget of a job, before it meets a row."""
-
-    def __init__(
-        self,
-        reasoner: Reasoner,
-        *,
-        budget: int | None,
-        share: float | None,
-        message_ids: TokenIds | None,
-    ) -> None:
-        self._reasoner = reasoner
-        self._budget = budget
-        self._share = share
-        message = () if message_ids is None else tuple(message_ids.tolist())
-        self._forced_ids = (*message, *reasoner.end_ids)
-
-    @classmethod
-    def of(
-        cls,
-        settings: ReasoningSettings,
-        reasoner: Reasoner,
-        tokenizer: Tokenizer,
-        params: SamplingParams,
-    ) -> "_BudgetRule | None":
-        """None without a budget. Raises JobError where the model cannot keep one."""
-        if settings.budget is None and settings.budget_share is None:
-            if settings.budget_message is not None:
-                raise JobError(
-                    "reasoning.budget_message needs reasoning.budget or reasoning.budget_share"
-                )
-            return None
-        name = "budget" if settings.budget is not None else "budget_share"
-        if not reasoner.has_markers:
-            raise JobError(
-                f"reasoning.{name}: the model has no reasoning markers; leave it out, or give "
-                "reasoning.start and reasoning.end"
-            )
-        if not reasoner.are_markers_tokens:
-            raise JobError(
-                f"reasoning.{name}: the markers {reasoner.format.start} and {reasoner.format.end} "
-                "must be tokens of the model's vocabulary, or their end cannot be forced"
-            )
-        message = settings.budget_message
-        rule = cls(
-            reasoner,
-            budget=settings.budget,
-            share=settings.budget_share,
-            message_ids=None if not message else tokenizer.encode_plain(message),
-        )
-        if params.max_tokens is not None:
-            count = rule.count(params.max_tokens)
-            if count + len(rule._forced_ids) >= params.max_tokens:
-                _LOG.warning(
-                    "reasoning.%s: %d reasoning tokens and the forced end leave no room for an "
-                    "answer within sampling.max_tokens %d",
-                    name,
-                    count,
-                    params.max_tokens,
-                )
-        return rule
-
-    def depends_on_prompt(self, params: SamplingParams) -> bool:
-        """Whether the count is a share of what the prompt leaves."""
-        return self._budget is None and params.max_tokens is None
-
-    def count(self, max_tokens: int) -> int:
-        """Most reasoning tokens of a row that may generate `max_tokens`."""
-        if self._budget is not None:
-            return self._budget
-        assert self._share is not None
-        return int(self._share * max_tokens)
-
-    def applied(self, params: SamplingParams, is_open: bool, room: int | None) -> SamplingParams:
-        """`params` with the budget of a row; `room` are the tokens that its context leaves."""
-        limit = params.max_tokens if params.max_tokens is not None else room
-        budget = Budget(
-            max_reasoning_tokens=self.count(limit or 0),
-            start_ids=self._reasoner.start_ids,
-            end_ids=self._reasoner.end_ids,
-            forced_ids=self._forced_ids,
-            is_open=is_open,
-        )
-        return replace(params, budget=budget)
 
 
 def stream_key(seed: int, typed_id: str | int, sample: int) -> int:

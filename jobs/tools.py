@@ -126,12 +126,14 @@ def _without_nulls(value: Any) -> Any:
 def arguments_as(messages: Sequence[dict[str, Any]], form: ArgumentsForm) -> list[dict[str, Any]]:
     """Messages with the arguments of earlier calls in the form that a template takes.
 
-    Raises RowFault where they are no JSON object.
+    Templates that take them as text also ask whether the content beside calls is none. Raises
+    RowFault where arguments are no JSON object.
     """
-    if form == "as_given":
+    if form == "as_given" or not any("tool_calls" in message for message in messages):
         return list(messages)
+    empty: dict[str, Any] = {"content": None} if form == "text" else {}
     return [
-        {**message, "tool_calls": [_call_as(call, form) for call in message["tool_calls"]]}
+        {**empty, **message, "tool_calls": [_call_as(call, form) for call in message["tool_calls"]]}
         if isinstance(message.get("tool_calls"), list)
         else message
         for message in messages

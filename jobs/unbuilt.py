@@ -18,10 +18,6 @@ def _is_given(value: Any) -> bool:
     return value is not None
 
 
-def _is_filled(value: Any) -> bool:
-    return bool(value)
-
-
 def _is_url(value: Any) -> bool:
     return isinstance(value, str) and _URL.match(value) is not None
 
@@ -66,20 +62,7 @@ UNBUILT = (
     Unbuilt("model.parallel.expert", _differs(1), "leave it at 1"),
     Unbuilt("model.parallel.attention_data", _differs(1), "leave it at 1"),
     Unbuilt("model.speculative", _equals("mtp"), "leave it at off"),
-    Unbuilt("prompt.tools", _is_given, "leave it out"),
-    Unbuilt("sampling.frequency_penalty", _differs(0.0), "leave it at 0"),
-    Unbuilt("sampling.presence_penalty", _differs(0.0), "leave it at 0"),
-    Unbuilt("sampling.logit_bias", _is_filled, "leave it out"),
-    Unbuilt("sampling.bad_words", _is_filled, "leave it out"),
     Unbuilt("sampling.n", _is_mapped, "give one number for all rows"),
-    Unbuilt("sampling.stop", _is_filled, "use sampling.stop_token_ids"),
-    Unbuilt("sampling.logprobs", _is_given, "leave it out"),
-    Unbuilt("sampling.prompt_logprobs", _is_given, "leave it out"),
-    Unbuilt("sampling.structured", _is_given, "leave it out"),
-    Unbuilt(
-        "reasoning.loop_guard", _is_given, "leave it out; reasoning.budget ends long reasoning"
-    ),
-    Unbuilt("reasoning.stop_in_reasoning", _equals(True), "leave it at false"),
     Unbuilt("executor.kind", _equals("ray"), "leave it at local"),
     Unbuilt("executor.replicas", _differs(1), "leave it at 1"),
     Unbuilt("executor.address", lambda value: value not in (None, "auto"), "leave it at auto"),

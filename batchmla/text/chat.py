@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from batchmla.errors import JobError
+from batchmla.text.control import ControlStrings
 from batchmla.text.environment import chat_environment
 from batchmla.text.marked import MarkedText
 from batchmla.text.template import MarkedTemplate, TemplateFault
@@ -45,6 +46,15 @@ class _Slot:
 _Shape = tuple[str | _Slot, ...]
 
 
+def has_switch(source: str) -> bool:
+    """Whether a template can switch thinking."""
+    try:
+        names = MarkedTemplate(source, chat_environment(), ControlStrings(()))
+    except TemplateFault:
+        return False
+    return any(names.reads(name) for name in SWITCHES)
+
+
 class ChatTemplate:
     """One chat template with the thinking switch set, and the tools of all conversations."""
 
@@ -66,7 +76,7 @@ class ChatTemplate:
             self._template = MarkedTemplate(source, chat_environment(), tokenizer.control)
         except TemplateFault as fault:
             raise JobError(f"{where} is not a valid chat template: {fault}") from None
-        self.source = source
+        self.source = self.template = source
         self.where = where
         self.switches = tuple(name for name in SWITCHES if self._template.reads(name))
         if thinking != "auto" and not self.switches:
@@ -122,6 +132,8 @@ class ChatTemplate:
         `tools` are this conversation's own, `effort` the level of reasoning that it asks for.
         Raises TemplateFault when the template refuses the conversation.
         """
+        if tools and not self._template.reads("tools"):
+            raise TemplateFault("it has no place for tool definitions")
         if tools or effort is not None:
             return self._render(messages, tools, effort)
         roles = _plain_roles(messages) if self._is_steady else None

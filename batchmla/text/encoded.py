@@ -51,6 +51,7 @@ class EncodedChat:
     """An encoder with the thinking switch set, and the tools of all conversations."""
 
     switches = ("thinking",)
+    template = None
 
     def __init__(
         self,

@@ -21,6 +21,11 @@ class Renderer(Protocol):
         ...
 
     @property
+    def template(self) -> str | None:
+        """The chat template, None for an encoder."""
+        ...
+
+    @property
     def where(self) -> str:
         """Its name in messages."""
         ...

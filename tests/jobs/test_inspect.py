@@ -9,6 +9,7 @@ from published import (
     DEEPSEEK_R1,
     DEEPSEEK_V2,
     DEEPSEEK_V2_LITE,
+    DEEPSEEK_V32,
     DISTILL_LLAMA_8B,
     DISTILL_QWEN_7B,
     KIMI_K2,
@@ -86,6 +87,27 @@ def test_published_models_take_the_published_bytes(
     assert facts["parameters"] == parameters
     assert active * 1e9 < facts["active_parameters"] < (active * 1.12) * 1e9
     assert facts["quantization"] == raw.get("quantization_config", {}).get("quant_method")
+
+
+def test_v32_takes_the_published_bytes_in_every_layout(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    facts = inspect_model(folder_of(tmp_path, DEEPSEEK_V32))
+    assert facts["attention"] == {"dsa": 61} and facts["attention_by_layer"] == ["dsa"] * 61
+    layouts = facts["kv_layouts"]
+    tokens = {name: each["bytes_per_token"] for name, each in layouts.items()}
+    assert tokens == {"bfloat16": 85_888, "fp8_index": 78_324, "fp8": 48_068}
+    assert layouts["fp8"]["bytes_at"]["32768"] == 1_575_092_224
+    for name, most in (("bfloat16", 13.11), ("fp8_index", 11.95), ("fp8", 7.33)):
+        assert layouts[name]["bytes_at"]["163840"] == tokens[name] * 163_840
+        assert round(tokens[name] * 163_840 / 2**30, 2) == most
+    assert facts["kv_bytes_per_token"] == 85_888
+    # V3's, and in every layer the indexer's four matrices and its norm
+    index = 1536 * 64 * 128 + 7168 * 128 + 7168 * 64 + 2 * 128
+    assert facts["parameters"] == 671_026_419_200 + 61 * index
+    print_inspect(facts)
+    shown = capsys.readouterr().out
+    assert "61 x dsa" in shown and "48,068" in shown and "1,575,092,224" in shown
 
 
 def test_a_bare_config_says_what_is_not_known(tmp_path: Path) -> None:

@@ -162,14 +162,15 @@ def test_sampling_fields_of_a_body_win_over_the_jobs(tmp_path: Path, folder: Pat
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        (request(stop=["x"]), "body.stop: the list given is not built yet"),
+        (request(stop=["x", ""]), "body.stop: ['x', '']: it must be a list of texts that are not"),
         (request(n=2), "body.n: 2 is not built yet"),
         (request(n=True), "body.n: True is not built yet"),
         (request(stream=True), "body.stream: True is not built yet"),
-        (request(tools=[{}]), "body.tools: the list given is not built yet"),
+        (request(tools=[{}]), "body.tools: tool 0 has no function.name"),
         (request(logprobs=True), "body.logprobs: True is not built yet"),
         (request(response_format={"type": "json_object"}), "body.response_format: the object"),
-        (request(frequency_penalty=0.5), "body.frequency_penalty: 0.5 is not built yet"),
+        (request(frequency_penalty=5), "body.frequency_penalty: 5 is out of range"),
+        (request(logit_bias={"x": 1}), "body.logit_bias: 'x' is no token id"),
         (request(temprature=1), "body.temprature is not known in a request to /v1/chat"),
         (request(temperature="hot"), "body.temperature: 'hot' is out of range"),
         (request(max_completion_tokens=0), "body.max_completion_tokens: 0 is out of range"),

@@ -89,4 +89,4 @@ def test_faults_of_the_job_are_found(job):
     with pytest.raises(JobError, match="did you mean text"):
         preview(job(prompt={"user": "{{ txt }}"}), 1)
     with pytest.raises(JobError, match="is not built yet"):
-        preview(job(reasoning={"parser": "qwen3"}), 1)
+        preview(job(reasoning={"parser": "glm45"}), 1)

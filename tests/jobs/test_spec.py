@@ -9,6 +9,7 @@ from batchmla.errors import JobError
 from batchmla.jobs.sampling_values import ROW_FIELDS
 from batchmla.jobs.settings import JobSpec
 from batchmla.jobs.spec import build_spec, load_spec
+from batchmla.jobs.structured import KINDS
 from batchmla.jobs.unbuilt import UNBUILT
 from batchmla.jobs.wording import known_keys
 from batchmla.jobs.yaml_text import core_scalar, parse_yaml
@@ -68,7 +69,10 @@ def test_every_key_of_the_contract_exists() -> None:
     expected = {"name"} | set(sections)
     for section, keys in sections.items():
         expected |= {f"{section}.{key}" for key in keys.split()}
-    expected |= {f"sampling.{name}.column" for name in ROW_FIELDS}
+    by_row = (*ROW_FIELDS, "logprobs", "prompt_logprobs")
+    expected |= {f"sampling.{name}.column" for name in by_row}
+    expected |= {f"sampling.structured.{kind}" for kind in (*KINDS, "column")}
+    expected |= {f"sampling.structured.{kind}.column" for kind in KINDS}
     assert {".".join(path) for path in known_keys(JobSpec)} == expected
 
 
@@ -234,14 +238,7 @@ def test_all_faults_come_at_once_in_the_order_of_the_file(tmp_path: Path) -> Non
         "model.path=s3://bucket/model", "model.kv_cache_dtype=fp8", "model.parallel=auto",
         "model.parallel.tensor=2", "model.parallel.expert=8", "model.parallel.attention_data=2",
         "model.speculative=mtp",
-        "prompt.tools=tools.json", 
-         "sampling.n={column: t}",
-        "sampling.frequency_penalty={column: t}", "sampling.stop={column: t}",
-        "sampling.frequency_penalty=0.5", "sampling.presence_penalty=-1",
-        "sampling.logit_bias={5: 1.0}", "sampling.bad_words=[no]", 
-        "sampling.stop=[END]", "sampling.logprobs=5", "sampling.logprobs=0",
-        "sampling.prompt_logprobs=1", "sampling.structured={choice: [a]}",
-        "reasoning.loop_guard=8", "reasoning.stop_in_reasoning=true",
+        "sampling.n={column: t}",
         "executor.kind=ray", "executor.replicas=2",
         "executor.replicas={min: 1, max: 8}", "executor.address=ray://x",
         "output.path=hf://someone/out",
@@ -272,6 +269,15 @@ def test_the_table_of_refusals_names_only_known_keys() -> None:
         "errors.max=1", "errors.max=0", "errors.max=0.0", "errors.max=0.999",
         "sampling.temperature={column: t}", "sampling.seed={column: t}",
         "sampling.max_tokens={column: t}", "sampling.ignore_eos={column: t}",
+        "sampling.frequency_penalty={column: t}", "sampling.stop={column: t}",
+        "sampling.logit_bias={column: t}", "sampling.logit_bias={5: 1.0, 7: -100}",
+        "sampling.bad_words=[no]", "sampling.stop=[END]", "sampling.stop=END",
+        "sampling.logprobs=5", "sampling.logprobs={column: t}", "sampling.prompt_logprobs=0",
+        "sampling.structured={choice: [a]}", "sampling.structured={column: t}",
+        "sampling.structured={json_schema: {column: t}}",
+        "sampling.structured={json_schema: {type: object, properties: {a: {type: integer}}}}",
+        "sampling.structured={regex: '[0-9]+'}", "reasoning.loop_guard=8",
+        "reasoning.stop_in_reasoning=true",
         "input.path=[a.jsonl, b.jsonl]", "reasoning.budget=0", "engine.block_size=16",
     ],
 )  # fmt: skip
@@ -291,6 +297,14 @@ def test_neutral_values_are_accepted(tmp_path: Path, override: str) -> None:
         (["reasoning.budget_message=x"], "needs reasoning.budget"),
         (["reasoning.budget=5", "reasoning.parser=none"], "a reasoning budget needs markers"),
         (["input.path=[]"], "an empty list"),
+        (["sampling.stop=['']"], "text of at least one character"),
+        (["sampling.bad_words=[a, '']"], "sampling.bad_words"),
+        (["sampling.logit_bias={a: 1}"], "sampling.logit_bias"),
+        (["sampling.logit_bias={3: 101}"], "sampling.logit_bias"),
+        (["sampling.structured={}"], "exactly one of json_schema, regex"),
+        (["sampling.structured={regex: a, choice: [b]}"], "found regex and choice"),
+        (["sampling.structured={json: {}}"], "sampling.structured.json"),
+        (["output.format=openai_batch", "sampling.logprobs=1"], "not built yet; choose parquet"),
     ],
 )
 def test_values_that_contradict_each_other(tmp_path: Path, overrides: list[str], said: str) -> None:

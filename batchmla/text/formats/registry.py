@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from batchmla.errors import JobError
+from batchmla.text.chat import has_switch
 from batchmla.text.formats.deepseek_r1 import FORMAT as DEEPSEEK_R1
 from batchmla.text.formats.deepseek_v3 import FORMAT as DEEPSEEK_V3
 from batchmla.text.formats.deepseek_v4 import FORMAT as DEEPSEEK_V4
@@ -64,22 +65,21 @@ def choose_format(
     *,
     model: Mapping[str, Any] | None = None,
     template: str | None = None,
-    has_switch: bool = False,
     start: str | None = None,
     end: str | None = None,
 ) -> Format:
     """The format named by `parser`; `auto` goes by the model.
 
     `model` is the content of config.json, `template` the source of the chat template in use, both
-    None where they are not known; `has_switch`: whether that template can switch thinking. `start`
-    and `end` are the job's own markers and replace the format's.
+    None where they are not known. `start` and `end` are the job's own markers and replace the
+    format's.
     """
     if (start is None) != (end is None):
         raise JobError("reasoning.start and reasoning.end go together; give both or neither")
     if start is not None and (not start or not end or start == end):
         raise JobError("reasoning.start and reasoning.end must be two different texts")
     if parser == "auto":
-        chosen = _detected(tokenizer, model or {}, template, has_switch)
+        chosen = _detected(tokenizer, model or {}, template)
     elif (name := ALIASES.get(parser, parser)) in FORMATS:
         chosen = FORMATS[name]
     else:
@@ -107,14 +107,12 @@ def model_names(model: Mapping[str, Any]) -> list[str]:
     return [name for name in names if isinstance(name, str)]
 
 
-def _detected(
-    tokenizer: Tokenizer, model: Mapping[str, Any], template: str | None, has_switch: bool
-) -> Format:
+def _detected(tokenizer: Tokenizer, model: Mapping[str, Any], template: str | None) -> Format:
     """The model's format; without reasoning where its vocabulary lacks the markers."""
     chosen = next((_BY_MODEL[name] for name in model_names(model) if name in _BY_MODEL), None)
     if chosen is None:
         chosen = _by_vocabulary(tokenizer)
-    if chosen is DEEPSEEK_R1 and has_switch:
+    if chosen is DEEPSEEK_R1 and template is not None and has_switch(template):
         chosen = DEEPSEEK_V3  # the hybrid has R1's vocabulary and a switch in its template
     if chosen is DEEPSEEK_V32 and template is not None and MARK not in template:
         chosen = DEEPSEEK_V3  # V3.2-Exp has V3.2's layers and V3.1's conversations
