@@ -106,6 +106,11 @@ class GrammarState(Protocol):
         """Whether nothing can follow."""
         ...
 
+    @property
+    def fault(self) -> str | None:
+        """Why the grammar cannot be followed any further, if something went wrong."""
+        ...
+
     def push(self, token_id: int) -> None:
         """Notes a token of the content."""
         ...

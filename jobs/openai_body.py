@@ -9,6 +9,7 @@ from typing import Any
 
 from batchmla.jobs.conversation import RowFault, messages_of
 from batchmla.jobs.sampling_values import ROW_FIELDS
+from batchmla.jobs.structured import REQUEST_FIELDS, of_request
 from batchmla.jobs.tools import GivenTools, row_tools
 from batchmla.text.marked import MarkedText
 
@@ -29,25 +30,14 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "stream": (False,),
     "stream_options": (),
-    "stop": (),
-    "bad_words": (),
     "tool_choice": ("none", "auto"),
     "functions": (),
     "function_call": ("none", "auto"),
     "logprobs": (False,),
     "top_logprobs": (0,),
     "prompt_logprobs": (),
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
     "length_penalty": (1,),
     "use_beam_search": (False,),
-    "logit_bias": (),
-    "response_format": ({"type": "text"},),
-    "structured_outputs": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
     "echo": (False,),
     "suffix": (),
     "modalities": (["text"],),
@@ -69,7 +59,7 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "truncate_prompt_tokens": (),
     "return_token_ids": (False,),
 }
-_READ = ("tools", "reasoning_effort")
+_READ = ("tools", "reasoning_effort", *REQUEST_FIELDS)
 _LIMITS = ("max_completion_tokens", "max_tokens")  # the first one given counts
 
 
@@ -119,7 +109,7 @@ class BatchPrompt:
         return effort
 
     def sampling(self, values: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
-        """The sampling values that the body gives, with where they stand."""
+        """The sampling values that the body gives, with where they stand. Raises RowFault."""
         body = values["body"]
         given = {name: (f"body.{name}", body[name]) for name in ROW_FIELDS if name in body}
         limit = next((name for name in _LIMITS if body.get(name) is not None), None)
@@ -127,7 +117,11 @@ class BatchPrompt:
             given["max_tokens"] = (f"body.{limit}", body[limit])
         if body.get("top_k") == -1:  # how vLLM says off
             given["top_k"] = ("body.top_k", 0)
-        return given
+        try:
+            structured = of_request(body)
+        except ValueError as fault:
+            raise RowFault(str(fault)) from None
+        return given if structured is None else given | {"structured": structured}
 
 
 def _checked_body(values: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -40,6 +40,54 @@ def read_kind(kind: str, value: Any) -> Any:
     return value
 
 
+_GUIDED = {
+    "guided_json": "json_schema",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+}
+REQUEST_FIELDS = ("response_format", "structured_outputs", *_GUIDED)
+
+
+def of_request(body: Mapping[str, Any]) -> tuple[str, Any] | None:
+    """What the body of an OpenAI or vLLM request asks for: where it stands, and as a map that
+    `read_structured` takes. Raises ValueError for what is not known.
+    """
+    found: list[tuple[str, Any]] = []
+    for field, kind in _GUIDED.items():
+        if body.get(field) is not None:
+            found.append((f"body.{field}", {kind: body[field]}))
+    given = body.get("structured_outputs")
+    if given:
+        found.append(("body.structured_outputs", _renamed(given)))
+    given = body.get("response_format")
+    if given is not None and given != {"type": "text"}:
+        found.append(("body.response_format", _of_format(given)))
+    if len(found) > 1:
+        raise ValueError(f"{found[0][0]} and {found[1][0]} are two ways to say one thing; give one")
+    return found[0] if found else None
+
+
+def _renamed(given: Any) -> Any:
+    """vLLM calls a JSON schema json."""
+    if not isinstance(given, Mapping):
+        return given
+    return {"json_schema" if key == "json" else key: value for key, value in given.items()}
+
+
+def _of_format(given: Any) -> dict[str, Any]:
+    kind = given.get("type") if isinstance(given, Mapping) else None
+    if kind == "json_object":
+        return {"json_schema": {"type": "object"}}
+    inner = given.get("json_schema") if kind == "json_schema" else None
+    if not isinstance(inner, Mapping) or inner.get("schema") is None:
+        raise ValueError(
+            "body.response_format must be {type: text}, {type: json_object} or "
+            "{type: json_schema, json_schema: {schema: …}}"
+        )
+    return {"json_schema": inner["schema"]}
+
+
 def _parsed(text: str) -> Any:
     try:
         return json.loads(text)

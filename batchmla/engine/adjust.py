@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from batchmla.core import GrammarState
 from batchmla.engine.sequence import Sequence
 
 Ids = npt.NDArray[np.int64]
@@ -21,16 +22,18 @@ def adjust(logits_NV: torch.Tensor, sequences: Items[Sequence], rows: Items[int]
     """
     _add(logits_NV, sequences, rows)
     masked = dict.fromkeys(_ban(logits_NV, sequences, rows), "sampling.bad_words")
-    masked |= dict.fromkeys(_constrain(logits_NV, sequences, rows), "sampling.structured")
+    constrained, faults = _constrain(logits_NV, sequences, rows)
+    masked |= dict.fromkeys(constrained, "sampling.structured")
     if not masked:
         return {}
     places = torch.tensor(list(masked), device=logits_NV.device)
     is_empty = torch.isneginf(logits_NV[places].max(dim=1).values).tolist()
-    return {
-        row: f"{field} leaves no token to draw"
+    empty = {
+        row: f"{field} leaves no token to draw at position {sequences[row].num_tokens}"
         for (row, field), empty in zip(masked.items(), is_empty, strict=True)
         if empty
     }
+    return empty | faults
 
 
 def _add(logits_NV: torch.Tensor, sequences: Items[Sequence], rows: Items[int]) -> None:
@@ -73,25 +76,22 @@ def _ban(logits_NV: torch.Tensor, sequences: Items[Sequence], rows: Items[int]) 
     return owners
 
 
-def _constrain(logits_NV: torch.Tensor, sequences: Items[Sequence], rows: Items[int]) -> list[int]:
-    """Only what the grammar lets follow; end-of-text ids only where the content is complete."""
-    held: list[int] = []
-    states = []
-    for row in rows:
-        extras = sequences[row].extras
-        grammar_state = None if extras is None else extras.grammar
-        if extras is None or grammar_state is None:
-            continue
-        if extras.takes_grammar(sequences[row].budget_state):
-            held.append(row)
-            states.append(grammar_state)
-    if not held:
-        return []
+def _constrain(
+    logits_NV: torch.Tensor, sequences: Items[Sequence], rows: Items[int]
+) -> tuple[list[int], dict[int, str]]:
+    """Only what the grammar lets follow; end-of-text ids only where the content is complete.
+
+    Returns the rows concerned, and those whose grammar failed, with the reason.
+    """
+    states = _states(sequences, rows)
+    if not states:
+        return [], {}
+    held = list(states)
     vocab = logits_NV.shape[1]
     masks_NW = np.zeros((len(held), -(-vocab // 32)), np.int32)
     grammar = sequences[held[0]].prompt.params.grammar
     assert grammar is not None, "a state has its grammar"
-    grammar.fill(states, masks_NW)
+    grammar.fill(list(states.values()), masks_NW)
     bytes_NB = masks_NW.astype("<i4", copy=False).view(np.uint8)
     is_allowed_NV = np.unpackbits(bytes_NB, axis=1, bitorder="little")[:, :vocab]
     for place, row in enumerate(held):
@@ -102,7 +102,23 @@ def _constrain(logits_NV: torch.Tensor, sequences: Items[Sequence], rows: Items[
     else:
         places = torch.tensor(held, device=logits_NV.device)
         logits_NV[places] = logits_NV[places].masked_fill_(is_forbidden_NV, -torch.inf)
-    return held
+    failed = {row: state.fault for row, state in states.items()}
+    return held, {
+        row: f"sampling.structured: {fault}" for row, fault in failed.items() if fault is not None
+    }
+
+
+def _states(sequences: Items[Sequence], rows: Items[int]) -> dict[int, GrammarState]:
+    """Of the rows whose next token a grammar governs."""
+    states: dict[int, GrammarState] = {}
+    for row in rows:
+        extras = sequences[row].extras
+        state = None if extras is None else extras.grammar
+        if extras is None or state is None:
+            continue
+        if extras.takes_grammar(sequences[row].budget_state):
+            states[row] = state
+    return states
 
 
 def _allow_ends(is_allowed_V: npt.NDArray[np.uint8], sequence: Sequence, vocab: int) -> None:

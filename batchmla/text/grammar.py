@@ -40,12 +40,16 @@ class Content:
     @property
     def is_over(self) -> bool:
         """Whether nothing can follow."""
-        return bool(self.matcher.is_stopped())
+        return bool(self.matcher.is_stopped()) and self.fault is None
+
+    @property
+    def fault(self) -> str | None:
+        """What the library says of its own failure, such as a limit that was reached."""
+        return _sentence(self.matcher.get_error()) if self.matcher.is_error() else None
 
     def push(self, token_id: int) -> None:
         """Notes a token of the content."""
-        is_taken = self.matcher.consume_token(token_id)
-        assert is_taken, f"token {token_id} is outside its grammar: {self.matcher.get_error()}"
+        self.matcher.consume_token(token_id)  # a failure stays in the matcher
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -107,10 +111,12 @@ class GrammarCompiler:
             (state.matcher, row) for row, state in enumerate(states) if isinstance(state, Content)
         ]
         assert len(matchers) == len(states), "states of another library"
-        self._library.numpy.fill_next_token_bitmask_par(self._executor, matchers, masks_NW)
+        filled_NW = np.zeros((len(matchers), self._num_words), np.int32)
+        self._library.numpy.fill_next_token_bitmask_par(self._executor, matchers, filled_NW)
         word, bit = divmod(self._end_id, 32)
-        if word < masks_NW.shape[1]:
-            masks_NW.view(np.uint32)[:, word] &= np.uint32(_ONES ^ (1 << bit))
+        filled_NW.view(np.uint32)[:, word] &= np.uint32(_ONES ^ (1 << bit))
+        num_words = min(self._num_words, masks_NW.shape[1])
+        masks_NW[:, :num_words] = filled_NW[:, :num_words]
 
     def _compile(self, kind: str, value: Any) -> CompiledGrammar:
         try:
@@ -195,5 +201,5 @@ class _Vocabulary:
 
 
 def _sentence(message: str) -> str:
-    """The library's message on one line."""
-    return " ".join(message.split())[:300]
+    """The library's message on one line, without the dump of its state."""
+    return " ".join(message.split("<state>")[0].split())[:300]
