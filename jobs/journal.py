@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from batchmla.errors import StorageError
-from batchmla.jobs.columns import COUNTS, Finished, finished_table, segment_schema
+from batchmla.jobs.columns import COUNTS, Finished, segment_schema
 from batchmla.jobs.done import DoneRows
 from batchmla.jobs.kept_tables import KeptTables
 from batchmla.jobs.ledger import Part, Tally
@@ -49,7 +49,7 @@ def tally_of(table: pa.Table, is_counted: npt.NDArray[np.bool_] | None = None) -
 class Pace:
     """When what has gathered becomes a segment: whichever comes first."""
 
-    rows: int = 1000
+    rows: int = 4096
     num_bytes: int = 16 << 20
     wait_s: float = 3.0
 
@@ -64,18 +64,16 @@ class Journal:
         job: str,
         token_ids: bool,
         pace: Pace,
-        scores: Sequence[str] = (),
     ) -> None:
         self.done = DoneRows()
         self.tally = Tally()
         self.duplicates = 0
         self.round = 0  # of --retry-failed; 0 outside it
         self.folder = store.own / "segments"
-        self.schema = segment_schema(token_ids, scores)
+        self.schema = segment_schema(token_ids)
         self._store = store
         self._job = job
         self._token_ids = token_ids
-        self._scores = tuple(scores)
         self._pace = pace
         self._segments: list[Segment] = []
         self._kept = KeptTables(_KEPT_BYTES)
@@ -148,8 +146,9 @@ class Journal:
         name = segment_name(
             rows[0].row_index, rows[-1].row_index, self.round, self._run, self._num_written
         )
-        table = finished_table(rows, self._token_ids, self._scores)
-        segment = write_segment(self._store, self.folder, name, table, job=self._job)
+        segment = write_segment(
+            self._store, self.folder, name, rows, job=self._job, token_ids=self._token_ids
+        )
         self._num_written += 1
         self._segments.append(segment)
         self._rows, self._rows_bytes = [], 0

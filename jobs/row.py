@@ -1,13 +1,11 @@
 """One input row on its way to a prompt."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import count, repeat
-from typing import Any
+from typing import Any, NamedTuple
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class Row(NamedTuple):
     """A row of the input. Its identity is (file, number); `index` counts over all files in order.
 
     With several samples a row comes as often, and `index` counts all of them.
@@ -16,7 +14,7 @@ class Row:
     `error` set and no values.
     """
 
-    index: int
+    index: int  # type: ignore[assignment]
     file: int
     number: int  # 0-based within its file
     id: str
@@ -35,13 +33,7 @@ def make_rows(
     columns: Sequence[Sequence[Any]],
 ) -> list[Row]:
     """Sound rows of one file in succession, the first one `index` and `number`."""
-    values = map(dict, map(zip, repeat(names), zip(*columns, strict=True)))
-    each = zip(count(index), count(number), map(str, ids), ids, values if columns else _none(ids))
-    return [
-        Row(index=i, file=file, number=n, id=shown, typed_id=typed_id, values=one)
-        for i, n, shown, typed_id, one in each
-    ]
-
-
-def _none(ids: Sequence[str | int]) -> Sequence[dict[str, Any]]:
-    return [{} for _ in ids]
+    values: Any = ({} for _ in ids)
+    if columns:
+        values = map(dict, map(zip, repeat(names), zip(*columns, strict=True)))
+    return list(map(Row, count(index), repeat(file), count(number), map(str, ids), ids, values))

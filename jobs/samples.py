@@ -5,7 +5,7 @@ sample, so that samples are finished, resumed and retried one by one.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -66,7 +66,7 @@ class SampledTable:
     def _samples(self, row: Row) -> Iterator[Row]:
         first = row.index * self._num_samples
         for sample in range(self._num_samples):
-            yield replace(row, index=first + sample, sample=sample)
+            yield row._replace(index=first + sample, sample=sample)
 
     def carried_batches(self, start: int) -> Iterator[pa.RecordBatch]:
         """Each row as often as it has samples."""

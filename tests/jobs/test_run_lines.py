@@ -158,7 +158,7 @@ class BatchText(ScriptedText):
     def _made(self, row: Row) -> Prompt:
         body = row.values["body"]
         text = body["prompt"] if "prompt" in body else body["messages"][-1]["content"]
-        made = self._prompt(replace(row, values={"text": text}))
+        made = self._prompt(row._replace(values={"text": text}))
         assert isinstance(made, Prompt) and made.params == PARAMS
         return made
 
