@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from batchmla.errors import StorageError
-from batchmla.jobs.columns import COUNTS, Finished, segment_schema
+from batchmla.jobs.columns import COUNTS, Finished, finished_table, segment_schema
 from batchmla.jobs.done import DoneRows
 from batchmla.jobs.kept_tables import KeptTables
 from batchmla.jobs.ledger import Part, Tally
@@ -64,16 +64,18 @@ class Journal:
         job: str,
         token_ids: bool,
         pace: Pace,
+        scores: Sequence[str] = (),
     ) -> None:
         self.done = DoneRows()
         self.tally = Tally()
         self.duplicates = 0
         self.round = 0  # of --retry-failed; 0 outside it
         self.folder = store.own / "segments"
-        self.schema = segment_schema(token_ids)
+        self.schema = segment_schema(token_ids, scores)
         self._store = store
         self._job = job
         self._token_ids = token_ids
+        self._scores = tuple(scores)
         self._pace = pace
         self._segments: list[Segment] = []
         self._kept = KeptTables(_KEPT_BYTES)
@@ -146,9 +148,8 @@ class Journal:
         name = segment_name(
             rows[0].row_index, rows[-1].row_index, self.round, self._run, self._num_written
         )
-        segment = write_segment(
-            self._store, self.folder, name, rows, job=self._job, token_ids=self._token_ids
-        )
+        table = finished_table(rows, self._token_ids, self._scores)
+        segment = write_segment(self._store, self.folder, name, table, job=self._job)
         self._num_written += 1
         self._segments.append(segment)
         self._rows, self._rows_bytes = [], 0
