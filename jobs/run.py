@@ -15,6 +15,7 @@ from pathlib import Path
 from batchmla.core import EngineStats
 from batchmla.errors import BatchmlaError, ExitCode, JobError
 from batchmla.jobs.clear import clear_output
+from batchmla.jobs.deadline import Deadline
 from batchmla.jobs.ending import ending
 from batchmla.jobs.journal import Journal
 from batchmla.jobs.lease import lease_of
@@ -85,7 +86,7 @@ def run_job(
         seams = local_seams()
     output = place_of(loaded.spec.output.path)
     store = seams.store(output)
-    with Signals() as signals:
+    with Signals() as signals, Deadline(store, signals.is_stopping):
         try:
             made = store.open()
             lease = lease_of(store, signals.is_stopping)

@@ -3,6 +3,10 @@
 import io
 import logging
 import os
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -26,6 +30,7 @@ from batchmla.jobs.store import Store
 pytest.importorskip("s3fs")
 NUM_ROWS = 60
 IN = "s3://bucket/in"
+SEGMENTS = "_batchmla/segments"
 
 
 @pytest.fixture(scope="module")
@@ -238,3 +243,48 @@ def test_nothing_but_warnings_of_ours_reaches_the_console(
             store.put(store.root / f"{number}", b"x" * number)
     assert s3.proxy.struck.total() and "tried again in" in caplog.text
     assert {record.name.split(".")[0] for record in caplog.records} <= {"batchmla", "aiobotocore"}
+
+
+HANGING = """
+import sys
+from remote_job import run_remote
+from scripted import ScriptedEngine
+from batchmla.errors import BatchmlaError
+from batchmla.jobs.remote_store import RemoteStore
+
+try:
+    engine = ScriptedEngine(max_running=4, delay_s=0.3)
+    done = run_remote(sys.argv[1], sys.argv[2], engine, RemoteStore)
+    sys.exit(done.exit_code)
+except BatchmlaError as error:
+    print(error, file=sys.stderr)
+    sys.exit(error.exit_code)
+"""
+
+
+def test_a_signal_ends_a_run_in_time_while_the_store_hangs(
+    s3: S3Server, good: dict[str, pa.Table]
+) -> None:
+    output = "s3://bucket/hang/out"
+    support = str(Path(__file__).parent.parent / "support")
+    search = os.pathsep.join([support, *filter(None, [os.environ.get("PYTHONPATH")])])
+    job = subprocess.Popen(
+        [sys.executable, "-P", "-c", HANGING, IN, output],
+        env={**os.environ, "PYTHONPATH": search},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    until_s = time.monotonic() + 60
+    while not any(path.name.endswith(".seg") for path in (RemotePath(output) / SEGMENTS).files()):
+        assert job.poll() is None and time.monotonic() < until_s
+        time.sleep(0.1)
+    s3.proxy.plan = lambda method, path: "hang"
+    began_s = time.monotonic()
+    job.send_signal(signal.SIGTERM)
+    _, said = job.communicate(timeout=30)
+    took_s = time.monotonic() - began_s
+    s3.proxy.plan = no_faults
+    assert job.returncode == 4 and took_s < 10
+    assert "the store does not answer" in said and "Traceback" not in said
+    assert run_remote(IN, output, ScriptedEngine()).exit_code == 0
+    assert parts(output) == good

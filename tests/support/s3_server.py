@@ -19,7 +19,7 @@ from typing import Literal
 
 from moto.server import ThreadedMotoServer
 
-Fault = Literal["500", "503", "403", "reset", "lost", "slow", "cut"]
+Fault = Literal["500", "503", "403", "reset", "lost", "slow", "cut", "hang"]
 Plan = Callable[[str, str], Fault | None]  # of method and path
 
 FAULTS: tuple[Fault, ...] = ("500", "503", "reset", "lost", "slow", "cut")
@@ -59,6 +59,9 @@ class Handler(BaseHTTPRequestHandler):
         if fault in _WORDS:
             self._refuse(int(fault))
         elif fault == "reset":
+            self._cut()
+        elif fault == "hang":
+            self.server.released.wait(120)
             self._cut()
         else:
             self._pass_on(body, fault)
@@ -140,6 +143,7 @@ class FaultyProxy(ThreadingHTTPServer):
         self.struck: Counter[str] = Counter()
         self.asked: Counter[str] = Counter()  # by method
         self.sent_bytes = 0
+        self.released = threading.Event()  # ends what hangs
 
     def decide(self, method: str, path: str) -> Fault | None:
         """What is to happen to a request; counted."""
@@ -181,6 +185,7 @@ class S3Server:
         there.close()
 
     def close(self) -> None:
+        self.proxy.released.set()
         self.proxy.shutdown()
         self.proxy.server_close()
         self._moto.stop()
