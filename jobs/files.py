@@ -12,7 +12,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from batchmla.errors import JobError
-from batchmla.jobs.dataset_files import SCHEME, cached_shards, is_saved, saved_shards
+from batchmla.jobs.dataset_files import (
+    SCHEME,
+    cached_shards,
+    is_saved,
+    is_streamed,
+    saved_shards,
+    streamed_files,
+)
 from batchmla.jobs.file_kind import (
     KIND_WORDS,
     checked_file,
@@ -23,7 +30,7 @@ from batchmla.jobs.file_kind import (
 from batchmla.jobs.input_file import InputFile
 from batchmla.jobs.remote import ObjectFacts, local_text
 from batchmla.jobs.remote_calls import is_url
-from batchmla.jobs.remote_input import list_objects, object_names, reads_object
+from batchmla.jobs.remote_input import list_objects, object_facts, object_names, reads_object
 from batchmla.jobs.settings import InputSettings
 from batchmla.jobs.wording import nearest
 
@@ -53,8 +60,8 @@ def find_files(
                 "output; choose a folder outside it"
             )
         if _is_dataset(entry, wanted):
-            root, found = _shards(entry)
-            shards.update(found)
+            root, found = _shards(entry, objects)
+            shards.update(path for path in found if path not in objects)
         elif is_url(entry):
             root, found = _expand_url(entry, wanted, objects)
         else:
@@ -88,7 +95,8 @@ def _checked(
 
     def checked(path: str) -> InputFile:
         if path in objects:
-            return checked_object(objects[path], names[path], wanted)
+            kind = "parquet" if wanted == "dataset" else wanted
+            return checked_object(objects[path], names[path], kind)
         return checked_file(path, top, "dataset" if path in shards else wanted)
 
     if not objects:
@@ -133,8 +141,12 @@ def _is_dataset(entry: str, wanted: str) -> bool:
     return is_one
 
 
-def _shards(entry: str) -> tuple[str, list[str]]:
-    """The root and the files of a data set."""
+def _shards(entry: str, objects: dict[str, ObjectFacts]) -> tuple[str, list[str]]:
+    """The root and the files of a data set; what a hub says of them goes into `objects`."""
+    if entry.startswith(SCHEME) and is_streamed(entry):
+        root, found = streamed_files(entry)
+        objects.update({url: object_facts(url) for url in found})
+        return root, found
     if not entry.startswith(SCHEME):
         return entry, saved_shards(entry)
     found = cached_shards(entry)

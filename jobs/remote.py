@@ -22,7 +22,7 @@ from batchmla.jobs.remote_calls import Patience, call, filesystem, is_url
 
 _SHORTENED = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/(?!/)")  # what pathlib leaves of a URL
 _FILE = "file://"
-_TAGS = ("ETag", "etag", "md5Hash", "crc32c")
+_TAGS = ("ETag", "etag", "md5Hash", "crc32c", "blob_id")
 _TIMES = ("LastModified", "mtime", "updated", "modified", "last_modified", "created")
 BLOCK_BYTES = 8 << 20  # of one read of the store
 

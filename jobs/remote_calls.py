@@ -26,6 +26,7 @@ _LOG = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
+PINNED = re.compile(r"hf://datasets/[^/@]+/[^/@]+@[0-9a-f]{40}(?:/|$)")  # a repository's commit
 _EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
 _NEEDS = {"s3": "s3fs", "gcs": "gcsfs"}
 
@@ -36,6 +37,7 @@ _FINAL_KINDS = (
 )  # fmt: skip
 _FINAL_NUMBERS = {errno.EINVAL, errno.EPERM, errno.ENOSYS, errno.ENAMETOOLONG, errno.EMSGSIZE}
 _LIBRARIES = {"botocore", "aiobotocore", "aiohttp", "gcsfs", "google", "requests", "urllib3"}
+_LIBRARIES |= {"huggingface_hub", "httpx", "httpx2", "httpcore"}
 _MISUSED = {"ParamValidationError", "InvalidRegionError", "UnknownServiceError"}
 _NO_CREDENTIALS = {"NoCredentialsError", "PartialCredentialsError", "ProfileNotFound"}
 _NO_CREDENTIALS |= {"CredentialRetrievalError", "DefaultCredentialsError", "RefreshError"}
@@ -88,8 +90,10 @@ PARTING = Patience(total_s=HURRIED_S, least_attempts=1)  # and for the last one
 
 
 def is_url(text: str) -> bool:
-    """Whether a path of a job file means an object store: neither a local file nor a data set."""
-    return _URL.match(text) is not None and not text.startswith(("hf://", "file://"))
+    """Whether a path means an object store, or files of a hub at one commit of theirs."""
+    if text.startswith("hf://"):
+        return PINNED.match(text) is not None
+    return _URL.match(text) is not None and not text.startswith("file://")
 
 
 def scheme_of(url: str) -> str:
@@ -171,10 +175,17 @@ def _is_final(error: Exception) -> bool:
         return True
     if isinstance(error, _FINAL_KINDS):
         return True
-    if isinstance(error, OSError):
+    status = _status_of(error)
+    if isinstance(error, OSError) and status is None:
         return error.errno in _FINAL_NUMBERS
-    status = getattr(error, "code", None)  # of gcsfs and google's libraries
-    return isinstance(status, int) and 400 <= status < 500 and status not in (408, 429)
+    return status is not None and 400 <= status < 500 and status not in (408, 429)
+
+
+def _status_of(error: Exception) -> int | None:
+    """What HTTP says, as far as gcsfs, google's libraries and the hub's pass it on."""
+    answer = getattr(error, "response", None)
+    status = getattr(error, "code", None) or getattr(answer, "status_code", None)
+    return status if isinstance(status, int) else None
 
 
 def _code_of(error: Exception) -> str | None:

@@ -34,6 +34,15 @@ def reading(url: str) -> Iterator[None]:
         raise JobError(f"input.path {url} cannot be read: {words}") from error
 
 
+def object_facts(url: str) -> ObjectFacts:
+    """What a store says of one object, which has to be there."""
+    with reading(url):
+        facts = RemotePath(url).facts()
+    if facts is None:
+        raise JobError(f"input file {url} is gone: no object has that name")
+    return facts
+
+
 def list_objects(entry: str) -> Listing:
     """Objects of a prefix or glob are sorted by their paths; hidden folders are left out."""
     with reading(entry):

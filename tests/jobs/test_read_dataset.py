@@ -93,7 +93,8 @@ def test_a_split_is_named_unless_there_is_one(tmp_path: Path) -> None:
             "plain is no data set; name a folder that",
         ),
         ({"path": "hf://a/b/c"}, "this is no id of a data set; write it as hf://NAMESPACE/NAME"),
-        ({"path": "hf://a/b?streaming=1"}, "the option streaming is not known"),
+        ({"path": "hf://a/b?shuffle=1"}, "the option shuffle is not known"),
+        ({"path": "hf://a/b?streaming=1"}, "streaming is true or false"),
     ],
 )
 def test_what_is_no_data_set_is_refused(
