@@ -65,7 +65,7 @@ class LocalText:
         self.sampling = resolve_sampling(
             spec.sampling,
             read_generation_config(folder),
-            eos_ids=_eos_ids(self.tokenizer, read_config(folder)),
+            eos_ids=_eos_ids(self.tokenizer, model),
             vocab_limit=len(self.tokenizer),
             rules=RuleMaker(self.tokenizer),
         )

@@ -3,6 +3,7 @@
 A row that cannot be used yields a sentence in place of its prompt and leaves the others alone.
 """
 
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from hashlib import blake2b
@@ -26,6 +27,8 @@ from batchmla.text.reasoning import Reasoner
 from batchmla.text.renderer import Renderer
 from batchmla.text.template import TemplateFault
 from batchmla.text.tokenizer import Tokenizer
+
+_LOG = logging.getLogger(__name__)
 
 QUICK_CHARACTERS = 2**19  # a text up to here is measured by its tokens, in about a second
 
@@ -58,6 +61,7 @@ class PromptMaker:
         `limit_tokens` is what prompt and completion may hold together, None if it is not known.
         `arguments` is the form in which `chat` takes the arguments of earlier tool calls.
         """
+        self._has_noted_bos = False
         self._tools = tools or JobTools(None, columns)
         self._arguments = arguments
         self._tokenizer = tokenizer
@@ -101,9 +105,9 @@ class PromptMaker:
         if row.error is not None:
             raise RowFault(row.error)
         if self._raw is not None:
-            return self._raw.render(row.values)
+            return self._noted(row, self._raw.render(row.values))
         if self._batch is not None and self._batch.is_raw(row.values):
-            return self._batch.text(row.values)
+            return self._noted(row, self._batch.text(row.values))
         assert self._talk is not None
         if self._chat is None:
             raise RowFault("the model has no chat template; give one as prompt.chat_template")
@@ -115,6 +119,21 @@ class PromptMaker:
             return self._chat.render(messages, tools=tools, effort=effort)
         except TemplateFault as fault:
             raise RowFault(f"the chat template refuses the conversation: {fault}") from None
+
+    def _noted(self, row: Row, text: MarkedText) -> MarkedText:
+        """A raw prompt; the first one whose text from the row begins like a BOS is reported."""
+        bos = self._tokenizer.special_tokens.get("bos_token")
+        if self._has_noted_bos or bos is None or not text.text.startswith(bos):
+            return text
+        if text.cut(0, len(bos)).spans:
+            self._has_noted_bos = True
+            _LOG.warning(
+                "row %s: its text begins with %s, which is text there and no BOS token; write it "
+                "into the template of prompt.raw to have the token",
+                row.id,
+                bos,
+            )
+        return text
 
     def _given_tools(self, row: Row) -> GivenTools:
         """What a row's answer may call; `chat` knows those of the whole job."""

@@ -265,6 +265,22 @@ def test_what_the_template_refuses_is_a_fault(folder, tmp_path):
     )
 
 
+@pytest.mark.parametrize("raw", ["text", "{{ text }}!"])
+def test_fc_042_a_raw_row_that_begins_like_a_bos_is_reported_once(folder, raw, caplog):
+    maker = _maker(folder, prompt={"raw": raw})
+    rows = [_row(text=f"{vocabulary.BOS} {n}") for n in range(3)]
+    bos = maker._tokenizer.bos_id
+    assert all(bos not in made.token_ids for made in maker.prompts(rows))
+    assert caplog.text.count("is text there and no BOS token") == 1
+
+
+def test_fc_042_a_raw_template_may_write_the_bos(folder, caplog):
+    maker = _maker(folder, prompt={"raw": f"{vocabulary.BOS}{{{{ text }}}}"})
+    made = maker.prompts([_row(text="a")])[0]
+    assert made.token_ids[0] == maker._tokenizer.bos_id
+    assert "BOS" not in caplog.text
+
+
 def test_raw_prompts_get_a_bos_only_where_the_tokenizer_adds_it(tmp_path):
     for adds_bos in (True, False):
         folder = vocabulary.byte_level(tmp_path / str(adds_bos), adds_bos=adds_bos)
