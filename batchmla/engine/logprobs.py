@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from batchmla.core import Logprobs
 from batchmla.kernels.cpu.sample import BLOCK, largest_few
 
+LARGEST = torch.finfo(torch.float32).max
 Entry = tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]  # ids and values of a position
 NO_ENTRY: Entry = (np.empty(0, np.int32), np.empty(0, np.float32))
 
@@ -28,7 +29,7 @@ def score(logits_RV: torch.Tensor, ids: Items[int], num_likely: Items[int]) -> l
     if most:
         chosen_RK = torch.cat((ids_R1, largest_few(logits_RV, most)[1]), dim=1)
     picked_RK = logits_RV.gather(1, chosen_RK)
-    values_RK = (picked_RK.double() - best_R1.double() - total_R1.log()).clamp_(max=0.0)
+    values_RK = (picked_RK.double() - best_R1.double() - total_R1.log()).clamp_(-LARGEST, 0.0)
     columns = chosen_RK.cpu().numpy().astype(np.int32), values_RK.float().cpu().numpy()
     entries: list[Entry] = []
     for row_ids_K, row_values_K, wanted in zip(*columns, num_likely, strict=True):

@@ -60,8 +60,11 @@ class FakeModel:
         vocab: int = FAKE_VOCAB,
         on_step: Callable[[Step], None] | None = None,
         poison: int | None = None,
+        every_row: bool = False,
     ) -> None:
+        """`every_row`: hidden states of all rows of a step, not only of each sequence's last."""
         self.vocab = vocab
+        self.every_row = every_row
         self.on_step = on_step
         self.poison = poison
 
@@ -84,6 +87,10 @@ class FakeModel:
             rows = held_PB2[pages].reshape(-1, 2)[:context].astype(np.int64)
             is_bad = self.poison is not None and bool((rows[:, 0] == self.poison).any())
             hidden[last - 1] = np.nan if is_bad else sequence_state(rows[:, 0], rows[:, 1])
+            for row in range(first, last - 1) if self.every_row else ():
+                seen = rows[: context - (last - 1 - row)]
+                is_bad = self.poison is not None and bool((seen[:, 0] == self.poison).any())
+                hidden[row] = np.nan if is_bad else sequence_state(seen[:, 0], seen[:, 1])
             assert last > first
         return torch.from_numpy(hidden)
 

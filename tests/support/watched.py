@@ -17,9 +17,15 @@ class WatchedEngine(EngineCore):
     """Checks the pool before every forward pass and after every step."""
 
     def __init__(
-        self, *, num_pages: int, page_tokens: int = 4, poison: int | None = None, **limits: Any
+        self,
+        *,
+        num_pages: int,
+        page_tokens: int = 4,
+        poison: int | None = None,
+        every_row: bool = False,
+        **limits: Any,
     ) -> None:
-        self.model = FakeModel(on_step=self.before_step, poison=poison)
+        self.model = FakeModel(on_step=self.before_step, poison=poison, every_row=every_row)
         super().__init__(
             self.model,
             fake_layout(page_tokens),
