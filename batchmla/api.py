@@ -40,6 +40,7 @@ class Result:
     text: str | None = None
     reasoning: str | None = None
     content: str | None = None
+    tool_calls: tuple[Mapping[str, str], ...] | None = None
     finish_reason: str = "error"
     reasoning_state: str = "none"
     lossy: bool = False
@@ -48,6 +49,7 @@ class Result:
     reasoning_tokens: int = 0
     content_tokens: int = 0
     token_ids: tuple[int, ...] = ()
+    tool_error: str | None = None
     error: str | None = None
 
 
@@ -102,16 +104,21 @@ class Engine:
         params: Mapping[str, Any] | None = None,
         *,
         reasoning: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
         progress: bool = False,
     ) -> list[Result]:
         """One result a conversation, in order, rendered by the model's chat template.
 
-        A conversation is a list of messages {"role": …, "content": …}.
+        A conversation is a list of messages {"role": …, "content": …}; `tools` are definitions
+        {"type": "function", "function": {"name": …, …}} that every answer may call.
         """
         if any(isinstance(each, Mapping) for each in conversations):
             raise JobError("chat takes a list of conversations; put the conversation into a list")
-        spec = self._spec({"messages": "messages"}, params, reasoning)
-        return self._run(spec, "messages", [list(each) for each in conversations], progress)
+        beside = {} if tools is None else {"tools": list(tools)}
+        prompt = {"messages": "messages", **dict.fromkeys(beside, "tools")}
+        spec = self._spec(prompt, params, reasoning)
+        talks = [list(each) for each in conversations]
+        return self._run(spec, "messages", talks, progress, beside)
 
     @staticmethod
     def to_arrow(results: Iterable[Result]) -> pa.Table:
@@ -153,11 +160,24 @@ class Engine:
         return spec
 
     def _run(
-        self, spec: JobSpec, column: str, values: Sequence[Any], is_shown: bool
+        self,
+        spec: JobSpec,
+        column: str,
+        values: Sequence[Any],
+        is_shown: bool,
+        beside: Mapping[str, Any] | None = None,
     ) -> list[Result]:
-        text = LocalText(spec, self._folder, (column,), self._limit_tokens)
+        """`beside` are columns that are the same in every row."""
+        text = LocalText(spec, self._folder, (column, *(beside or {})), self._limit_tokens)
         rows = [
-            Row(index=n, file=0, number=n, id=str(n), typed_id=n, values={column: value})
+            Row(
+                index=n,
+                file=0,
+                number=n,
+                id=str(n),
+                typed_id=n,
+                values={column: value, **(beside or {})},
+            )
             for n, value in enumerate(values)
         ]
         made = text.prompts(rows)
@@ -187,6 +207,8 @@ def _result(text: LocalText, prompt: Prompt, completion: Completion) -> Result:
         text=text.tokenizer.decode(completion.token_ids).text,
         reasoning=answer.reasoning,
         content=answer.content,
+        tool_calls=None if answer.tool_calls is None else tuple(answer.tool_calls),
+        tool_error=answer.tool_error,
         finish_reason=answer.finish_reason,
         reasoning_state=answer.reasoning_state,
         lossy=answer.lossy,

@@ -122,3 +122,16 @@ def test_the_package_offers_both_names_lazily() -> None:
     done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True)
     assert done.stdout == "False False False\n", done.stderr
     assert batchmla.Engine is Engine
+
+
+def test_tools_are_for_models_that_know_them(tally: Engine) -> None:
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    with pytest.raises(JobError, match=r"prompt\.tools: .* has no place for tool definitions"):
+        tally.chat([[{"role": "user", "content": "1 + 1"}]], tools=tools)
+
+
+def test_calls_are_in_the_table(tally: Engine) -> None:
+    calls = ({"name": "f", "arguments": '{"a": 1}'},)
+    table = Engine.to_arrow([Result(tool_calls=calls), Result(tool_error="cut")])
+    assert table.column("tool_calls").to_pylist() == [list(calls), None]
+    assert table.column("tool_error").to_pylist() == [None, "cut"]
