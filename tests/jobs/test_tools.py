@@ -2,10 +2,12 @@
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import pyarrow.parquet as pq
 import pytest
 from chat_templates import FAMILIES
+from scripted import ScriptedEngine, run_scripted, scripted_seams, scripted_spec, write_rows
 
 from batchmla.core import Completion, FinishReason, Prompt
 from batchmla.errors import JobError
@@ -304,3 +306,52 @@ def test_earlier_calls_have_the_form_that_the_template_takes() -> None:
             ),
             "object",
         )
+
+
+class Caller(ScriptedEngine):
+    """Writes one answer after the other."""
+
+    def __init__(self, text: LocalText, written: list[str]) -> None:
+        super().__init__()
+        self._answers = [text.tokenizer.encode(each) for each in written]
+
+    def _complete(self, prompt: Prompt) -> Completion:
+        return Completion(
+            row_id=prompt.row_id,
+            index=prompt.index,
+            token_ids=self._answers[prompt.index],
+            finish_reason=FinishReason.STOP,
+            prompt_tokens=len(prompt.token_ids),
+        )
+
+
+@pytest.mark.parametrize("form", ["parquet", "jsonl", "openai_batch"])
+def test_a_job_writes_calls_and_faults_of_calls(
+    folders: dict[str, Path], file: Path, tmp_path: Path, form: str
+) -> None:
+    source = write_rows(tmp_path / "in.parquet", ["a", "b", "c"])
+    text = text_of(folders["qwen3"], columns=("id", "text"), prompt={"tools": str(file)})
+    engine = Caller(text, [f"<think>x</think>{CALL}{CALL}", f"<think>x</think>no{BAD}", "hi"])
+    loaded = scripted_spec(
+        source, tmp_path / "out", prompt={"tools": str(file)}, output={"format": form}
+    )
+    run_scripted(loaded, scripted_seams(engine, text=cast(Any, text)))
+    part = next((tmp_path / "out").glob("part-*"))
+    if form == "parquet":
+        rows = pq.read_table(part).to_pylist()
+    else:
+        rows = [json.loads(line) for line in part.read_text(encoding="utf-8").splitlines()]
+    if form == "openai_batch":
+        choices = [each["response"]["body"]["choices"][0] for each in rows]
+        assert [each["finish_reason"] for each in choices] == ["tool_calls", "stop", "stop"]
+        calls = choices[0]["message"]["tool_calls"]
+        assert [each["function"] for each in calls] == [{"name": "now", "arguments": "{}"}] * 2
+        assert len({each["id"] for each in calls}) == 2
+        rows = [{**each, "content": each["message"]["content"]} for each in choices]
+        assert "tool_calls" not in choices[1]["message"]
+    else:
+        call = {"name": "now", "arguments": "{}"}
+        assert [each["tool_calls"] for each in rows] == [[call, call], None, None]
+        assert [each["finish_reason"] for each in rows] == ["tool_calls", "stop", "stop"]
+    assert [each["content"] for each in rows] == ["", f"no{BAD}", "hi"]
+    assert [each["tool_error"] is None for each in rows] == [True, False, True]
