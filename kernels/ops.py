@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 if TYPE_CHECKING:
+    from batchmla.kernels.hybrid_ops import HybridOps
     from batchmla.kernels.sparse_ops import SparseOps
 
 
@@ -318,3 +319,4 @@ class Ops:
     act_mul: ActMulOp
     sample: SampleOp
     sparse: "SparseOps"
+    hybrid: "HybridOps"

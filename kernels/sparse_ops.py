@@ -26,14 +26,18 @@ class Record:
     | tail   | 2 * tail              | bfloat16, as it is                            |
 
     A latent row of DeepSeek-V3.2 has 512 values in tiles of 128 and a tail of 64: 656 bytes.
-    With `scales_last` the parts of a page lie apart: the values of its rows, then the scales of
-    its rows (the index keys: 128 + 4 bytes a row).
+    With `scales_last` the parts of a page lie apart: values and tails of its rows, then the scales
+    of its rows (the index keys: 128 + 4 bytes a row). `has_e8m0` scales are one byte each, the
+    exponent of a power of two plus 127, and `pad` zeros follow a row's scales (DeepSeek-V4's rows:
+    448 values in tiles of 64, a tail of 64, 7 scales and 1 zero: 576 + 8 bytes).
     """
 
     values: int
     tile: int
     tail: int = 0
     scales_last: bool = False
+    has_e8m0: bool = False
+    pad: int = 0
 
     @property
     def num_tiles(self) -> int:
@@ -45,8 +49,17 @@ class Record:
         return self.values + self.tail
 
     @property
+    def tail_bytes(self) -> int:
+        return TAIL_BYTES * self.tail
+
+    @property
+    def scale_bytes(self) -> int:
+        """Of one row, zeros behind them included."""
+        return (1 if self.has_e8m0 else SCALE_BYTES) * self.num_tiles + self.pad
+
+    @property
     def num_bytes(self) -> int:
-        return self.values + SCALE_BYTES * self.num_tiles + TAIL_BYTES * self.tail
+        return self.values + self.scale_bytes + self.tail_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -57,15 +57,15 @@ def early_part(step: Step, border: int) -> tuple[Step | None, torch.Tensor | Non
     return part, rows_T
 
 
-def choosing_rows(step: Step, border: int) -> ChoosingRows | None:
-    """The rows at `border` and beyond: single ones by the length of their contexts, those of a
-    chunk together; None without any."""
+def choosing_rows(step: Step, count: int, stride: int = 1) -> ChoosingRows | None:
+    """The rows that see more than `count` keys, of which there is one for every `stride` tokens:
+    single ones by the length of their contexts, those of a chunk together; None without any."""
     queries_S = np.diff(step.host_starts_S1)
-    late_S = np.clip(step.host_context_S - border, 0, queries_S)
+    late_S = np.clip(step.host_context_S - ((count + 1) * stride - 1), 0, queries_S)
     if not late_S.any():
         return None
     groups, rows, first_row = [], [], 0
-    for group, group_rows in _groups(step, late_S):
+    for group, group_rows in _groups(step, late_S, stride):
         groups.append(replace(group, first_row=first_row))
         rows.append(group_rows)
         first_row += group.num_rows
@@ -75,22 +75,22 @@ def choosing_rows(step: Step, border: int) -> ChoosingRows | None:
     return ChoosingRows(groups=tuple(groups), rows_N=rows_N)
 
 
-def _groups(step: Step, late_S: HostInts) -> Iterator[tuple[IndexGroup, HostInts]]:
+def _groups(step: Step, late_S: HostInts, stride: int) -> Iterator[tuple[IndexGroup, HostInts]]:
     """Each with its rows of T."""
     context_S, ends_S = step.host_context_S, step.host_starts_S1[1:]
     single = np.flatnonzero(late_S == 1)
     for bucket in split_by_length(single, context_S[single]):
-        yield _group(step, bucket, context_S[bucket]), ends_S[bucket] - 1
+        yield _group(step, bucket, context_S[bucket] // stride, stride), ends_S[bucket] - 1
     for sequence in np.flatnonzero(late_S > 1):
         count, context = int(late_S[sequence]), int(context_S[sequence])
-        seen = np.arange(context - count, context) + 1
+        seen = (np.arange(context - count, context) + 1) // stride
         rows = np.arange(ends_S[sequence] - count, ends_S[sequence])
-        yield _group(step, np.array([sequence]), seen), rows
+        yield _group(step, np.array([sequence]), seen, stride), rows
 
 
-def _group(step: Step, sequences: HostInts, visible_N: HostInts) -> IndexGroup:
+def _group(step: Step, sequences: HostInts, visible_N: HostInts, stride: int) -> IndexGroup:
     num_keys = int(visible_N.max())
-    pages_GP, _ = page_table(step, sequences, num_keys)
+    pages_GP, _ = page_table(step, sequences, num_keys * stride)
     return IndexGroup(
         first_row=0,
         num_rows=len(visible_N),

@@ -20,7 +20,7 @@ from batchmla.engine.settle import (
 )
 from batchmla.errors import DeviceError, JobError
 from batchmla.kv.capacity import MemoryBudget, kv_capacity_tokens, pages_within, pool_bytes
-from batchmla.kv.layout import DTYPE_BYTES, KVLayout
+from batchmla.kv.layout import DTYPE_BYTES, KVLayout, Resume
 from batchmla.models.base import ModelConfig
 from batchmla.placement import Placement
 
@@ -179,10 +179,10 @@ def draft(
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
         max_batched_tokens=max_batched_tokens,
-        prefix_caching=options.prefix_caching,
+        prefix_caching=options.prefix_caching and layout.resume is Resume.PAGE,
         deterministic=settle_exact(options, hardware),
         memory=memory,
-        notes=_notes(hardware, placement, max_model_len, wanted),
+        notes=_notes(hardware, placement, layout, max_model_len, wanted),
         misfit=pool.misfit(max_model_len, num_pages, memory),
     )
 
@@ -263,7 +263,7 @@ class Pool:
             yield f"set model.max_model_len to {longest} or less"
         least = replace(self.workspace, max_num_seqs=1, max_batched_tokens=1)
         everything = replace(self.options, memory_utilization=1.0)
-        small_pages = replace(self.layout, page_tokens=1)
+        small_pages = replace(self.layout, page_tokens=self.layout.least_page_tokens)
         for words, change in (
             ("raise model.memory_utilization", replace(self, options=everything)),
             ("lower engine.max_num_seqs or .max_batched_tokens", replace(self, workspace=least)),
@@ -299,7 +299,13 @@ def _check(options: EngineOptions, config: ModelConfig) -> None:
 
 
 def _page_tokens(config: ModelConfig, hardware: Hardware, weights_bytes: int) -> int:
-    """Large pages where gathering dominates, small ones where prompts and prefixes are short."""
+    """Large pages where gathering dominates, small ones where prompts and prefixes are short; of
+    models whose rows stand for several tokens, whole rows."""
+    least: int = getattr(config, "page_multiple", 1)
+    return -(-_plain_page_tokens(config, hardware, weights_bytes) // least) * least
+
+
+def _plain_page_tokens(config: ModelConfig, hardware: Hardware, weights_bytes: int) -> int:
     if hardware.kind == "cuda" or weights_bytes > SMALL_MODEL_BYTES:
         return 64
     return 32 if weights_bytes > TINY_MODEL_BYTES and "mla" in config.attention_kinds else 16
@@ -315,7 +321,7 @@ def _max_num_seqs(hardware: Hardware, weights_bytes: int) -> int:
 
 
 def _notes(
-    hardware: Hardware, placement: Placement, max_model_len: int, wanted: int
+    hardware: Hardware, placement: Placement, layout: KVLayout, max_model_len: int, wanted: int
 ) -> tuple[str, ...]:
     notes = []
     if hardware.kind == "cuda":
@@ -324,6 +330,8 @@ def _notes(
         notes.append(
             f"planned for {placement.tensor} devices; running on more than one is not built yet"
         )
+    if layout.resume is not Resume.PAGE:
+        notes.append("prefix caching is off: it is not built yet for layers with windows")
     if max_model_len < wanted:
         notes.append(
             f"max_model_len {max_model_len}: no sequence of the model's {wanted} tokens fits"

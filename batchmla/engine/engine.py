@@ -71,7 +71,9 @@ class EngineCore:
         self._pages = PageTable(num_pages, layout.page_tokens)
         self._scheduler = Scheduler(self._pages, limits)
         sampler = Sampler(sample, vocab_limit=vocab_limit, device=device)
-        self._runner = Runner(model, layout, num_pages, sampler, device, is_exact=is_exact)
+        self._runner = Runner(
+            model, layout, num_pages, limits.max_num_seqs, sampler, device, is_exact=is_exact
+        )
         self._vocab_limit = vocab_limit
         self._totals = _Totals()
         self._is_busy = False

@@ -28,6 +28,7 @@ class Runner:
         model: Model,
         layout: KVLayout,
         num_pages: int,
+        num_lanes: int,
         sampler: Sampler,
         device: torch.device,
         *,
@@ -37,10 +38,10 @@ class Runner:
         self._model = model
         self._is_exact = is_exact
         self._sampler = sampler
-        self._page_tokens = layout.page_tokens
+        self._layout = layout
         self._device = device
         try:
-            self._cache = make_cache(layout, num_pages, device)
+            self._cache = make_cache(layout, num_pages, device, num_lanes)
         except (torch.OutOfMemoryError, MemoryError) as error:
             raise DeviceError(
                 f"the KV pool of {num_pages * layout.page_bytes} bytes could not be allocated; "
@@ -50,7 +51,7 @@ class Runner:
     @torch.inference_mode()
     def run(self, chunks: Items[Chunk]) -> list[Draw | None]:
         """One forward pass; for every chunk the draw for its sequence, None where none is due."""
-        step = build_step(chunks, self._page_tokens, self._device, is_exact=self._is_exact)
+        step = build_step(chunks, self._layout.page_tokens, self._device, is_exact=self._is_exact)
         due = [chunk.sequence for chunk in chunks if chunk.samples]
         scored = [place for place, chunk in enumerate(chunks) if chunk.sequence.scores_prompt]
         try:
@@ -84,9 +85,10 @@ class Runner:
         if not pages:
             return
         rows = torch.tensor(pages, device=self._device)
-        for layer in self._cache:
-            for part_PBW in layer.values():
-                part_PBW[rows] = 0
+        for layer, parts in zip(self._cache, self._layout.layers, strict=True):
+            for part in parts:
+                if part.window is None:
+                    layer[part.name][rows] = 0
 
     def _score_prompt(self, hidden_TM: torch.Tensor, chunk: Chunk) -> None:
         """Log-probabilities of the prompt's tokens that the chunk's rows, the first of `hidden`,

@@ -53,6 +53,7 @@ class Group:
         self.pages = pages
         self.limits = limits
         self.running: list[Sequence] = []
+        self._free_lanes = list(range(limits.max_num_seqs))
         self._computing: dict[
             PageHash, Sequence
         ] = {}  # prompt pages that a running sequence will publish
@@ -93,6 +94,7 @@ class Group:
             needed, after=hits[-1] if hits else None, room_pages=needed + room_pages
         )
         sequence.pages.extend(hits + fresh)
+        sequence.lane = self._free_lanes.pop()
         sequence.computed = len(hits) * self.pages.page_tokens
         sequence.shared_pages = sequence.published = len(hits)
         if sequence.cached_tokens is None:
@@ -137,6 +139,7 @@ class Group:
         come back.
         """
         self.running.remove(sequence)
+        self._free_lanes.append(sequence.lane)
         for name in sequence.hashes[sequence.published :]:
             if self._computing.get(name) is sequence:
                 del self._computing[name]

@@ -75,6 +75,7 @@ class Sequence:
         self.max_total = min(self.prompt_tokens + most, max_model_len)
         self.computed = 0
         self.pages: GrowingIds[np.int64] = GrowingIds((), np.int64)
+        self.lane = 0  # while it runs: no other running sequence has it
         self.hashes: list[PageHash] = []
         self.published = 0  # leading pages already offered for sharing
         self.shared_pages = 0  # leading pages taken from the prefix cache at the last admission

@@ -22,6 +22,7 @@ def build_step(
     starts_S1 = np.concatenate((np.zeros(1, np.int64), np.cumsum(counts_S)))
     context_S = firsts_S + counts_S
     prompt_S = np.array([chunk.sequence.prompt_tokens for chunk in chunks], np.int64)
+    lanes_S = np.array([chunk.sequence.lane for chunk in chunks], np.int64)
     samples_S = np.array([chunk.samples for chunk in chunks], bool)
 
     sequence_T = np.repeat(np.arange(len(chunks)), counts_S)
@@ -50,6 +51,7 @@ def build_step(
         host_starts_S1=starts_S1,
         host_context_S=context_S,
         host_prompt_S=prompt_S,
+        lanes_S=put(lanes_S),
         is_exact=is_exact,
     )
 

@@ -35,6 +35,7 @@ class KVPart:
     window: int | None = None  # keep the last `window` rows only: lives in a lane
     rounding: Rounding = Rounding.DOWN
     padded_page_bytes: int | None = None
+    is_state: bool = False  # its window is held from the first token on
 
     @property
     def row_bytes(self) -> int:
@@ -42,6 +43,8 @@ class KVPart:
 
     def rows(self, num_tokens: int) -> int:
         """Rows held by a sequence of `num_tokens` tokens."""
+        if self.is_state and self.window is not None:
+            return self.window
         whole = num_tokens // self.stride
         rows = whole + (self.rounding is Rounding.UP and num_tokens % self.stride > 0)
         return rows if self.window is None else min(rows, self.window)
@@ -67,6 +70,11 @@ class KVLayout:
         return tuple(part for layer in self.layers for part in layer if part.window is None)
 
     @property
+    def least_page_tokens(self) -> int:
+        """The smallest page that holds a row of every part."""
+        return max((part.stride for part in self.paged), default=1)
+
+    @property
     def page_bytes(self) -> int:
         """Bytes of one page over all layers."""
         return sum(part.page_bytes(self.page_tokens) for part in self.paged)
@@ -81,6 +89,17 @@ class KVLayout:
             if part.window is not None
         )
         return windows + self.state_bytes
+
+    @property
+    def held_state_bytes(self) -> int:
+        """Bytes of states: what a sequence of any length takes besides its rows."""
+        states = (
+            (part.window or 0) * part.row_bytes
+            for layer in self.layers
+            for part in layer
+            if part.is_state
+        )
+        return sum(states) + self.state_bytes
 
     @property
     def token_bytes(self) -> float:

@@ -29,6 +29,7 @@ class Step:
     host_starts_S1: HostInts
     host_context_S: HostInts
     host_prompt_S: HostInts  # prompt length of each sequence; positions beyond it were generated
+    lanes_S: torch.Tensor | None = None  # int64: where a sequence's windows and states are kept
     is_exact: bool = False  # attention is planned by position alone, not by what is cheapest
 
     @property

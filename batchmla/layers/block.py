@@ -10,7 +10,8 @@ from batchmla.kernels.ops import Ops, Packed, PackKind
 class Weight:
     """A place for one tensor of this rank; empty until it is filled.
 
-    `is_float32` keeps the values in float32 whatever the model's dtype. `active_share` is the share
+    `is_float32` keeps the values in float32 whatever the model's dtype; `is_integer` says that they
+    are ids. `active_share` is the share
     of the elements that one token uses. A `tied` weight takes its values from another one.
     """
 
@@ -19,12 +20,14 @@ class Weight:
         *shape: int,
         kind: PackKind = PackKind.PLAIN,
         is_float32: bool = False,
+        is_integer: bool = False,
         active_share: float = 1.0,
         tied: "Weight | None" = None,
     ) -> None:
         self.shape = shape
         self.kind = kind
         self.is_float32 = is_float32
+        self.is_integer = is_integer
         self.active_share = active_share
         self.tied = tied
         self.packed: Packed
@@ -40,6 +43,8 @@ class Weight:
 
     def dtype(self, model_dtype: torch.dtype) -> torch.dtype:
         """The dtype the values are held in."""
+        if self.is_integer:
+            return torch.int32
         return torch.float32 if self.is_float32 else model_dtype
 
     def fill(self, tensor: torch.Tensor, ops: Ops) -> None:

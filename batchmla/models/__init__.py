@@ -17,6 +17,7 @@ ARCHITECTURES = {
     "DeepseekV2ForCausalLM": "deepseek_v3",
     "DeepseekV3ForCausalLM": "deepseek_v3",
     "DeepseekV32ForCausalLM": "deepseek_v32",
+    "DeepseekV4ForCausalLM": "deepseek_v4",
     "MiniMaxM2ForCausalLM": "minimax_m2",
 }
 

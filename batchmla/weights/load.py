@@ -15,6 +15,8 @@ from batchmla.weights.rules import Piece, Rule, Skip, expand
 
 logger = logging.getLogger(__name__)
 
+INTEGERS = ("I64", "I32")
+
 
 def check(
     checkpoint: Checkpoint, rules: Sequence[Rule | Skip], placement: Placement
@@ -23,6 +25,12 @@ def check(
     many tensors each rule skips.
     """
     wanted = {piece.source: piece.shape for piece in expand(rules, placement)}
+    ids = {
+        piece.source
+        for rule in rules
+        if isinstance(rule, Rule) and rule.is_integer
+        for piece in expand([rule], placement)
+    }
     entries = checkpoint.entries
     skips = [rule for rule in rules if isinstance(rule, Skip)]
     skipped: dict[Skip, int] = {}
@@ -37,6 +45,9 @@ def check(
                 skipped[skip] = skipped.get(skip, 0) + 1
         elif entry.shape != wanted[name]:
             misshaped.append(f"{name} has shape {list(entry.shape)}, not {list(wanted[name])}")
+        elif name in ids:
+            if entry.dtype not in INTEGERS:
+                misshaped.append(f"{name} is {entry.dtype}, not one of {', '.join(INTEGERS)}")
         elif entry.dtype not in FLOATS:
             quantised.append(f"{name} is {entry.dtype}: quantised weights cannot be loaded yet")
     faults = [
@@ -110,7 +121,9 @@ def fill_random(model: Block, ops: Ops, dtype: torch.dtype, device: torch.device
         digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
         tensor = torch.empty(weight.shape, dtype=weight.dtype(dtype))
-        if len(weight.shape) > 1:
+        if weight.is_integer:  # the same few ids for every token
+            tensor.copy_(torch.arange(weight.shape[-1]).expand(weight.shape))
+        elif len(weight.shape) > 1:
             tensor.normal_(0, weight.shape[-1] ** -0.5, generator=generator)
         elif name.endswith("bias"):
             tensor.normal_(0, 0.1, generator=generator)

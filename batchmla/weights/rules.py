@@ -15,7 +15,8 @@ class Rule:
     Both names may hold {layer} and {expert}, which run over `layers` and `num_experts`; an expert's
     tensor lands in that row of the target's first dimension. Rules with one target are stacked
     along the first (within an expert: first remaining) dimension in the order they are given.
-    `shard_axis` is cut into equal parts over the ranks; None: every rank takes all of it.
+    `shard_axis` is cut into equal parts over the ranks; None: every rank takes all of it. The
+    tensors hold floating-point numbers, or with `is_integer` ids.
     """
 
     source: str
@@ -24,6 +25,7 @@ class Rule:
     shard_axis: int | None = None
     layers: Sequence[int] = range(1)
     num_experts: int = 1
+    is_integer: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

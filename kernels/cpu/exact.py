@@ -20,8 +20,10 @@ from batchmla.kernels.cpu.attention import (
     to_latent,
     write,
 )
+from batchmla.kernels.cpu.exact_hybrid import ExactHybrid
 from batchmla.kernels.cpu.exact_sparse import ExactSparse
 from batchmla.kernels.cpu.exact_splits import SplitAttention
+from batchmla.kernels.cpu.hybrid import Hybrid, make_hybrid
 from batchmla.kernels.cpu.linear import Linears, act_mul, one_linear
 from batchmla.kernels.cpu.moe import choose
 from batchmla.kernels.cpu.norm import norm, rotate_halves
@@ -76,6 +78,7 @@ class ExactProducts:
         self._trials = RowTrials()
         self.splits = SplitAttention(self._trials)
         self.sparse = ExactSparse(self._trials)
+        self.hybrid = ExactHybrid(self._trials, self._expert_linear)
 
     def linear(
         self, x_TI: torch.Tensor, weight: Packed, bias_O: torch.Tensor | None
@@ -146,6 +149,10 @@ class ExactProducts:
             per_sample_weights=weights_TA.to(x_TM.dtype),
         )
 
+    def _expert_linear(self, x_NI: torch.Tensor, weight: Packed, expert: int) -> torch.Tensor:
+        counts = self._counts(weight, x_NI.dtype)
+        return counts.run(x_NI, partial(one_linear, weight=weight, index=expert))
+
     def latent_products(self) -> LatentProducts:
         """The products of latent attention."""
         return LatentProducts(
@@ -204,6 +211,7 @@ def make_exact() -> Ops:
     products = ExactProducts(linears)
     scratch, latent = Scratch(), products.latent_products()
     attention = Attention(scratch, latent, products.splits.attend)
+    hybrid = products.hybrid
     sparse = SparseAttention(scratch, latent, products.sparse.scores, products.sparse.attend)
     return replace(
         make_ops(),
@@ -218,4 +226,5 @@ def make_exact() -> Ops:
         rope=rotate_halves,
         write_latent=exact_write_latent,
         sparse=make_sparse(sparse),
+        hybrid=make_hybrid(Hybrid(hybrid.attend, hybrid.expert_linear, hybrid.group_products)),
     )

@@ -32,14 +32,14 @@ class ExactSparse:
         num_keys, is_shared = k_GLD.shape[1], len(k_GLD) == 1
         k_GLD = F.pad(k_GLD, (0, 0, 0, -num_keys % KEY_BLOCK))
         parts = []
-        for rows, count in _blocks(self._score_counts(num_heads, width), len(q_RID)):
+        for rows, count in blocks(self._score_counts(num_heads, width), len(q_RID)):
             taken = rows.stop - rows.start
             q_CX = aligned(q_RID[rows].flatten(1), count)
             w_CI = aligned(weights_RI[rows], count)
             k_CLD = k_GLD if is_shared else _padded(k_GLD[rows], count)
-            blocks = torch.split(k_CLD, KEY_BLOCK, dim=1)
+            key_blocks = torch.split(k_CLD, KEY_BLOCK, dim=1)
             both_CX = torch.cat((q_CX, w_CI), dim=1)
-            scored = [_score(both_CX, k_CKD, num_heads)[:taken] for k_CKD in blocks]
+            scored = [_score(both_CX, k_CKD, num_heads)[:taken] for k_CKD in key_blocks]
             parts.append(torch.cat(scored, dim=1)[:, :num_keys])
         return torch.cat(parts)
 
@@ -57,7 +57,7 @@ class ExactSparse:
         num_heads, width = q_RHX.shape[1:]
         parts = []
         counts = self._attend_counts(num_heads, width, row_RKX.shape[1], q_RHX.dtype)
-        for rows, count in _blocks(counts, len(q_RHX)):
+        for rows, count in blocks(counts, len(q_RHX)):
             q_CHX = aligned(q_RHX[rows].flatten(1), count).view(count, num_heads, width)
             out_CHX = attend_rows(q_CHX, _padded(row_RKX[rows], count), scale)
             parts.append(out_CHX[: rows.stop - rows.start])
@@ -86,7 +86,7 @@ def _score(both_RX: torch.Tensor, k_GKD: torch.Tensor, num_heads: int) -> torch.
     return torch.bmm(weights_RI[:, None], dots_RIK.relu_())[:, 0]
 
 
-def _blocks(counts: RowCounts, num_rows: int) -> list[tuple[slice, int]]:
+def blocks(counts: RowCounts, num_rows: int) -> list[tuple[slice, int]]:
     """Which rows go in one call, and padded to how many."""
     cut = counts.cut(num_rows)
     borders = [0, *np.cumsum(cut).tolist()]

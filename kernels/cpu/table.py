@@ -2,6 +2,7 @@
 
 from batchmla.kernels.cpu.attention import Attention, write, write_latent
 from batchmla.kernels.cpu.experts import experts
+from batchmla.kernels.cpu.hybrid import Hybrid, make_hybrid
 from batchmla.kernels.cpu.linear import Linears, act_mul
 from batchmla.kernels.cpu.moe import route
 from batchmla.kernels.cpu.norm import add_norm, norm, rope
@@ -32,4 +33,5 @@ def make_ops() -> Ops:
         act_mul=act_mul,
         sample=sample,
         sparse=make_sparse(SparseAttention(scratch)),
+        hybrid=make_hybrid(Hybrid()),
     )

@@ -11,6 +11,7 @@ from batchmla.kernels.sparse_ops import SCALE_BYTES, IndexGroup, Record, SparseO
 
 E4M3_MOST = 448.0
 LEAST_MAGNITUDE = 1e-4
+E8M0_BIAS = 127
 
 
 def layer_norm(
@@ -95,8 +96,12 @@ def write_record(
             scale = 2.0 ** math.ceil(math.log2(most / E4M3_MOST))
             codes = (row_X[first:end] / scale).to(torch.float8_e4m3fn)
             values[first:end] = codes.view(torch.uint8)
-            at = slice(tile * SCALE_BYTES, (tile + 1) * SCALE_BYTES)
-            scales[at] = torch.tensor([scale]).view(torch.uint8)
+            if record.has_e8m0:
+                scales[tile] = round(math.log2(scale)) + E8M0_BIAS
+            else:
+                at = slice(tile * SCALE_BYTES, (tile + 1) * SCALE_BYTES)
+                scales[at] = torch.tensor([scale]).view(torch.uint8)
+        scales[record.scale_bytes - record.pad :] = 0
         tail[:] = row_X[record.values :].to(torch.bfloat16).view(torch.uint8)
 
 
@@ -104,13 +109,14 @@ def _parts(
     cache_PBY: torch.Tensor, slot: int, record: Record
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Views of one record's bytes: values, scales, tail."""
-    num_rows, scale_bytes = cache_PBY.shape[1], SCALE_BYTES * record.num_tiles
+    num_rows, data_bytes = cache_PBY.shape[1], record.values + record.tail_bytes
     page_X, row = cache_PBY[slot // num_rows].view(-1), slot % num_rows
     if record.scales_last:
-        scales = page_X[num_rows * record.values + row * scale_bytes :][:scale_bytes]
-        return page_X[row * record.values :][: record.values], scales, page_X[:0]
+        data_X = page_X[row * data_bytes :][:data_bytes]
+        scales = page_X[num_rows * data_bytes + row * record.scale_bytes :][: record.scale_bytes]
+        return data_X[: record.values], scales, data_X[record.values :]
     record_Y = page_X[row * record.num_bytes :][: record.num_bytes]
-    sizes = [record.values, scale_bytes, record.num_bytes - record.values - scale_bytes]
+    sizes = [record.values, record.scale_bytes, record.tail_bytes]
     values, scales, tail = torch.split(record_Y, sizes)
     return values, scales, tail
 
@@ -122,7 +128,11 @@ def read_record(
     rows_NX = torch.empty(len(slots_N), record.width, dtype=dtype)
     for row_X, slot in zip(rows_NX, slots_N.tolist(), strict=True):
         values, scales, tail = _parts(cache_PBY, slot, record)
-        factors = scales.clone().view(torch.float32).repeat_interleave(record.tile)
+        if record.has_e8m0:
+            exponents = scales[: record.num_tiles].double() - E8M0_BIAS
+            factors = (2.0**exponents).float().repeat_interleave(record.tile)
+        else:
+            factors = scales.clone().view(torch.float32).repeat_interleave(record.tile)
         coded = values.clone().view(torch.float8_e4m3fn).float()
         row_X[: record.values] = (coded * factors[: record.values]).to(dtype)
         row_X[record.values :] = tail.clone().view(torch.bfloat16).to(dtype)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from fakes import ListSource, make_prompt
-from tiny import TINY, oracle_logits, write_tiny
+from tiny import TINY, oracle_logits, read_config, write_tiny
 
 from batchmla.core import EngineOptions, Prompt, SamplingParams
 from batchmla.engine.engine import EngineCore, load_engine
@@ -71,6 +71,8 @@ def make_prompts() -> list[Prompt]:
 def run(folder: Path, dtype: str, prompts: Items[Prompt], change: dict[str, Any]) -> Found:
     """All prompts through a new engine in exact mode."""
     change = {"deterministic": True, "block_size": 16, **change}
+    if read_config(folder)["architectures"] == [TINY["v4"][0]]:
+        change["block_size"] = max(8, change["block_size"])  # an entry stands for 8 tokens
     preempts, reverses = change.pop("preempts", False), change.pop("reverses", False)
     prompts = prompts[:: change.pop("rows", 1)]
     engine = load_engine(EngineOptions(model=str(folder), device="cpu", dtype=dtype, **change))

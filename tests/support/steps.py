@@ -18,6 +18,7 @@ class Row:
     ids: list[int]
     pages: list[int]
     computed: int = 0
+    lane: int = 0
     logits: list[torch.Tensor] = field(default_factory=list)
 
 
@@ -46,6 +47,7 @@ def make_step(rows: Sequence[tuple[Row, int]], page_tokens: int) -> Step:
         page_tokens=page_tokens,
         host_starts_S1=np.array(starts, dtype=np.int64),
         host_context_S=np.array(context, dtype=np.int64),
+        lanes_S=torch.tensor([row.lane for row, _ in rows]),
         host_prompt_S=np.array([len(row.ids) for row, _ in rows], dtype=np.int64),
     )
 

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import save_file
+from v4_names import published_v4
 
 COMMON = {
     "vocab_size": 256, "max_position_embeddings": 1024, "rms_norm_eps": 1e-6,
@@ -49,6 +51,23 @@ V2 = V2_LITE | {
     "topk_method": "group_limited_greedy", "routed_scaling_factor": 16.0,
 }  # fmt: skip
 V32 = V3 | {"index_n_heads": 16, "index_head_dim": 32, "index_topk": 8}
+V4 = COMMON | {
+    "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 1,
+    "head_dim": 32, "partial_rotary_factor": 0.25, "q_lora_rank": 32, "o_groups": 2,
+    "o_lora_rank": 16, "sliding_window": 8, "layer_types": [
+        "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention",
+        "compressed_sparse_attention",
+    ],
+    "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8},
+    "index_n_heads": 16, "index_head_dim": 16, "index_topk": 2, "n_routed_experts": 8,
+    "num_experts_per_tok": 2, "n_shared_experts": 1, "moe_intermediate_size": 32,
+    "mlp_layer_types": ["hash_moe", "moe", "moe", "moe"], "hc_mult": 4, "swiglu_limit": 1.0,
+    "routed_scaling_factor": 1.5, "rope_theta": 10000.0, "compress_rope_theta": 40000.0,
+    "rope_parameters": {
+        "rope_type": "yarn", "factor": 4.0, "beta_fast": 32, "beta_slow": 1,
+        "original_max_position_embeddings": 16,
+    },
+}  # fmt: skip
 QWEN2 = LLAMA | {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
 QWEN3 = QWEN2 | {
     "head_dim": 32, "tie_word_embeddings": True, "rope_parameters": {
@@ -77,11 +96,18 @@ TINY = {
     "v3_no_q_lora": ("DeepseekV3ForCausalLM", V3 | {"q_lora_rank": None, "v_head_dim": 24}),
     "k2": ("DeepseekV3ForCausalLM", K2),
     "v32": ("DeepseekV32ForCausalLM", V32),
+    "v4": ("DeepseekV4ForCausalLM", V4),
     "v32_wide": ("DeepseekV32ForCausalLM", V32 | {"index_topk": 40, "index_n_heads": 24}),
 }
 # the two flavours by their simplest families: what tests run in every combination
+# families whose windows and states lie in lanes: prefixes are not found again there
+WITH_LANES = ("v4",)
 # lengths at the edges of what a family reads
-EDGES = {"v32": (1, 7, 8, 9, 17, 96), "v32_wide": (1, 39, 40, 41, 17, 96)}
+EDGES = {
+    "v4": (1, 3, 4, 9, 17, 96),
+    "v32": (1, 7, 8, 9, 17, 96),
+    "v32_wide": (1, 39, 40, 41, 17, 96),
+}
 CORE = ("llama", "llama_tied", "v3", "v3_no_q_lora")
 
 
@@ -105,7 +131,11 @@ def randomise(oracle: torch.nn.Module, seed: int) -> None:
             if "inv_freq" in name:
                 continue
             noise = torch.randn(value.shape, generator=generator)
-            if value.dim() > 1:
+            if not value.is_floating_point():
+                shuffled = torch.rand(len(value), oracle.config.n_routed_experts,
+                                      generator=generator).argsort(dim=1)  # fmt: skip
+                value.copy_(shuffled[:, : value.shape[1]])
+            elif value.dim() > 1:
                 value.copy_(noise * 0.15)
             elif "norm" in name and not name.endswith("bias"):
                 value.copy_(1 + noise * 0.1)
@@ -117,6 +147,8 @@ def write_tiny(folder: Path, name: str, seed: int = 0, **changes: Any) -> Any:
     """Saves the oracle's checkpoint and returns the oracle."""
     oracle = make_oracle(name, seed, **changes)
     oracle.save_pretrained(folder)
+    if TINY[name][0] == "DeepseekV4ForCausalLM":
+        save_file(published_v4(oracle.state_dict()), folder / "model.safetensors")
     return oracle
 
 

@@ -1,0 +1,82 @@
+"""DeepSeek-V4's experts: gates and ups are clamped, scores are sqrt(softplus), and the first layers
+choose by token id. T tokens, M width, E experts, A active ones, V vocabulary."""
+
+from dataclasses import dataclass
+
+import torch
+
+from batchmla.kernels.ops import Ops, PackKind
+from batchmla.layers.block import Block, Weight
+from batchmla.layers.linear import ColLinear, RowLinear
+from batchmla.parallel import Par
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClampedMoeDims:
+    """`limit` bounds gates from above and ups on both sides."""
+
+    width: int
+    num_experts: int
+    active: int
+    expert_width: int
+    shared_width: int
+    scale: float
+    limit: float
+    vocab_size: int
+
+
+class ClampedMlp(Block):
+    """down( silu(min(gate x, L)) · clamp(up x, ±L) ); the caller sums over ranks."""
+
+    def __init__(self, par: Par, ops: Ops, width: int, ffn_width: int, limit: float) -> None:
+        self.up = ColLinear(par, ops, width, ffn_width, ffn_width)
+        self.down = RowLinear(par, ops, ffn_width, width, is_summed=False)
+        self._act_mul = ops.hybrid.clamped_act_mul
+        self._limit = limit
+
+    def forward(self, x_TM: torch.Tensor) -> torch.Tensor:
+        """[T, M] → [T, M]."""
+        return self.down.forward(self._act_mul(self.up.forward(x_TM), self._limit))
+
+
+class ClampedMoe(Block):
+    """Σ weight · expert(x) + shared(x), summed once over ranks, which share the ffn width."""
+
+    def __init__(self, par: Par, ops: Ops, dims: ClampedMoeDims, *, by_token: bool) -> None:
+        """`by_token`: experts follow from a fixed table of token ids, and scores weigh them."""
+        local = par.placement.local(dims.expert_width, "expert features")
+        share = dims.active / dims.num_experts
+        self.gate = Weight(dims.num_experts, dims.width, kind=PackKind.LINEAR, is_float32=True)
+        self.bias = self.table = None
+        if by_token:
+            self.table = Weight(dims.vocab_size, dims.active, is_integer=True)
+        else:
+            self.bias = Weight(dims.num_experts, is_float32=True)
+        self.experts_up = Weight(
+            dims.num_experts, 2 * local, dims.width, kind=PackKind.EXPERTS_UP, active_share=share
+        )
+        self.experts_down = Weight(
+            dims.num_experts, dims.width, local, kind=PackKind.EXPERTS_DOWN, active_share=share
+        )
+        self.shared = None
+        if dims.shared_width:
+            self.shared = ClampedMlp(par, ops, dims.width, dims.shared_width, dims.limit)
+        self.dims = dims
+        self._par = par
+        self._ops = ops
+
+    def forward(self, x_TM: torch.Tensor, tokens_T: torch.Tensor) -> torch.Tensor:
+        """[T, M] → [T, M]."""
+        hybrid, dims = self._ops.hybrid, self.dims
+        logits_TE = self._ops.linear(x_TM.float(), self.gate.packed, None)
+        bias_E = None if self.bias is None else self.bias.tensor
+        fixed_TA = None if self.table is None else self.table.tensor[tokens_T].long()
+        weights_TA, ids_TA = hybrid.route_scores(
+            logits_TE, bias_E, fixed_TA, dims.active, dims.scale
+        )
+        out_TM = hybrid.clamped_experts(
+            x_TM, weights_TA, ids_TA, self.experts_up.packed, self.experts_down.packed, dims.limit
+        )
+        if self.shared is not None:
+            out_TM = out_TM + self.shared.forward(x_TM)
+        return self._par.sum(out_TM)
