@@ -25,6 +25,7 @@ from batchmla.jobs.seams import LoadedEngine, Seams, Table
 from batchmla.jobs.spec import JobSpec
 from batchmla.jobs.tools import JobTools
 from batchmla.models.load import check_model
+from batchmla.text.encoded import EncodedChat
 from batchmla.text.formats.calls import ToolCall
 from batchmla.text.formats.registry import choose_format
 from batchmla.text.reasoning import Reasoner
@@ -81,6 +82,9 @@ class LocalText:
             arguments="as_given" if prompt.chat_template is not None else chosen.arguments,
         )
         self._folder = folder
+        self._prompt_facts = {} if chat is None else {"prompt.chat_template": chat.where}
+        if isinstance(chat, EncodedChat):
+            self._prompt_facts["reasoning.thinking"] = "on" if chat.is_thinking else "off"
         template = "" if chat is None else chat.source
         parts = [template, chosen.name, chosen.start or "", chosen.end or ""]
         parts += [] if tools.common.text is None else [tools.common.text]
@@ -92,12 +96,12 @@ class LocalText:
 
     @property
     def effective(self) -> Mapping[str, Any]:
-        """Sampling values in force, each with its source, and the reasoning format."""
+        """Sampling values in force, each with its source, reasoning format and chat template."""
         sampling = {
             f"sampling.{name}": {"value": each.value, "source": each.source}
             for name, each in self.sampling.sources.items()
         }
-        return {**sampling, "reasoning.parser": self.reasoner.format.name}
+        return {**sampling, "reasoning.parser": self.reasoner.format.name, **self._prompt_facts}
 
     @cached_property
     def model_files(self) -> Mapping[str, str]:

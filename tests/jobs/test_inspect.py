@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from chat_templates import FAMILIES
 from published import (
     DEEPSEEK_R1,
     DEEPSEEK_V2,
@@ -149,3 +150,32 @@ def test_unknown_models_are_refused_by_name(
 def test_a_folder_without_config_is_named(tmp_path: Path) -> None:
     with pytest.raises(JobError, match=r"config\.json"):
         inspect_model(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("family", "config", "parser", "encoder"),
+    [
+        ("deepseek_r1", DEEPSEEK_R1, "deepseek_r1", None),
+        ("deepseek_v31", DEEPSEEK_R1, "deepseek_v3", None),
+        ("deepseek_v32", DEEPSEEK_V32, "deepseek_v32", "deepseek_v32"),
+        ("kimi_k2", KIMI_K2, "kimi_k2", None),
+        ("minimax_m2", MINIMAX_M2, "minimax_m2", None),
+        ("qwen3", QWEN3_30B_A3B, "qwen3", None),
+    ],
+)
+def test_the_chat_format_is_that_of_the_model(
+    tmp_path: Path,
+    family: str,
+    config: dict[str, Any],
+    parser: str,
+    encoder: str | None,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    facts = inspect_model(folder_of(FAMILIES[family].write(tmp_path), config))
+    assert facts["reasoning_parser"] == parser and facts["supports_tool_calls"] is True
+    assert facts["reasoning_markers"] == ["<think>", "</think>"]
+    assert facts["chat_encoder"] == encoder
+    assert (facts["chat_template"] is None) == (encoder is not None)
+    print_inspect(facts)
+    said = capsys.readouterr().out
+    assert encoder is None or f"none needed: prompts are written as {encoder}" in said

@@ -267,6 +267,18 @@ def test_requests_bring_their_tools(folders: dict[str, Path]) -> None:
     assert isinstance(made, str) and "has no place for tool definitions" in made
 
 
+def test_the_prompts_source_is_among_the_settings_in_force(folders: dict[str, Path]) -> None:
+    facts = text_of(folders["qwen3"]).effective
+    assert facts["prompt.chat_template"].endswith("tokenizer_config.json")
+    assert facts["reasoning.parser"] == "qwen3" and "reasoning.thinking" not in facts
+    for name, thinking in (("deepseek_v32", "off"), ("deepseek_v4", "on")):
+        facts = text_of(folders[name]).effective
+        assert facts["prompt.chat_template"] == f"the encoder of {name}"
+        assert facts["reasoning.thinking"] == thinking
+    raw = text_of(folders["deepseek_v31"], prompt={"user": None, "raw": "text"}).effective
+    assert raw["reasoning.parser"] == "deepseek_v3" and "prompt.chat_template" not in raw
+
+
 def test_requests_say_how_hard_to_think(folders: dict[str, Path]) -> None:
     text = text_of(folders["deepseek_v4"], **BATCH)
     assert shown(text, prompt_of(text, **request())).endswith("<think>")
