@@ -43,10 +43,11 @@ class BudgetWatch:
         """The id that must come next, or None when the model is free to choose."""
         if self.state is BudgetState.OPEN and self._budget.forced_ids:
             most = self._budget.max_reasoning_tokens
-            is_spent = most is not None and self._counted >= most
-            self.has_looped = not is_spent and self._loops is not None and self._loops.has_looped
-            if is_spent or self.has_looped:
+            if most is not None and self._counted >= most:
                 self.state = BudgetState.FORCING
+            elif self._loops is not None and self._loops.has_looped:
+                self.state = BudgetState.FORCING
+                self.has_looped = True
         if self.state is BudgetState.FORCING:
             return self._budget.forced_ids[self._num_forced]
         return None

@@ -210,7 +210,7 @@ def test_fc_080_budgets_at_the_edges(
 def test_a_budget_for_a_model_without_reasoning_is_refused(run: Run) -> None:
     for field in ("budget", "budget_share", "loop_guard"):
         value = {"budget": 4, "budget_share": 0.5, "loop_guard": 3}[field]
-        with pytest.raises(JobError, match="reasoning.* markers"):
+        with pytest.raises(JobError, match=r"reasoning.* markers"):
             run(reasoning={field: value, "parser": "none"})
 
 

@@ -1,0 +1,143 @@
+"""What a JSON schema costs and whether it keeps its promise, on builtin:tally.
+
+    python benchmarks/structured.py                  # 512 documents, three turns: minutes
+    python benchmarks/structured.py --rows 128 --turns 2
+
+Runs the same held-out documents with and without sampling.structured, turn by turn, and prints for
+both the share of contents that parse and satisfy the schema, the share of exactly right answers
+and the tokens per second of the fastest turn; the cost is the ratio of the two. Each kind runs with
+whole reasoning, where the content is a tenth of all tokens, and with a reasoning budget of 0, where
+it is everything and the model has to guess: the schema's worst case.
+Results go to benchmarks/results/structured.json.
+"""
+
+import argparse
+import json
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+
+from batchmla.jobs.run import run_job
+from batchmla.jobs.spec import build_spec
+from examples.tally.documents import heldout_documents
+
+RESULTS = Path(__file__).parent / "results" / "structured.json"
+MONEY = {"type": "string", "pattern": r"^[0-9]+\.[0-9]{2}$"}
+SCHEMA = {
+    "type": "object",
+    "properties": {"items": {"type": "integer"}, "discount": MONEY, "total": MONEY},
+    "required": ["items", "discount", "total"],
+    "additionalProperties": False,
+}
+KINDS: dict[str, dict[str, Any]] = {
+    "free": {"sampling": {}},
+    "schema": {"sampling": {"structured": {"json_schema": SCHEMA}}},
+}
+BUDGETS: dict[str, dict[str, Any]] = {"whole reasoning": {}, "budget 0": {"budget": 0}}
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One job over all documents."""
+
+    parsed: float  # share of contents that satisfy the schema
+    exact: float  # share of contents that are the right answer
+    tokens: int
+    engine_s: float
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens / self.engine_s
+
+
+def is_valid(content: str) -> bool:
+    """Whether a content is JSON that satisfies the schema."""
+    try:
+        jsonschema.validate(json.loads(content), SCHEMA)
+    except (ValueError, jsonschema.ValidationError):
+        return False
+    return True
+
+
+def run_turn(folder: Path, sections: dict[str, Any], answers: list[str], place: int) -> Turn:
+    """A fresh job with these sections of the job file."""
+    out = folder / f"out{place}"
+    spec = build_spec(
+        {
+            "model": {"path": "builtin:tally"},
+            "input": {"path": str(folder / "in.parquet"), "id": "doc"},
+            "prompt": {"user": "{{ text }}"},
+            "output": {"path": str(out), "rows_per_file": len(answers), "token_ids": True},
+            **sections,
+        }
+    )
+    summary = run_job(spec, progress="off")
+    rows = pq.read_table(out / "part-00000.parquet").to_pylist()
+    contents = [row["content"] for row in rows]
+    pairs = zip(contents, answers, strict=True)
+    return Turn(
+        parsed=sum(map(is_valid, contents)) / len(contents),
+        exact=sum(content == answer for content, answer in pairs) / len(contents),
+        tokens=sum(len(row["token_ids"]) for row in rows),
+        engine_s=summary.engine_seconds,
+    )
+
+
+def measure(folder: Path, num_turns: int, answers: list[str]) -> dict[str, Any]:
+    """Every kind under every budget, turn by turn."""
+    results: dict[str, Any] = {}
+    place = 0
+    for budget, reasoning in BUDGETS.items():
+        turns: dict[str, list[Turn]] = {kind: [] for kind in KINDS}
+        for _ in range(num_turns):
+            for kind, sections in KINDS.items():
+                place += 1
+                turns[kind].append(
+                    run_turn(folder, {**sections, "reasoning": reasoning}, answers, place)
+                )
+        best = {kind: max(each, key=lambda turn: turn.tokens_per_s) for kind, each in turns.items()}
+        cost = best["free"].tokens_per_s / best["schema"].tokens_per_s - 1
+        results[budget] = {
+            "cost": round(cost, 4),
+            **{
+                kind: asdict(turn) | {"tokens_per_s": round(turn.tokens_per_s, 1)}
+                for kind, turn in best.items()
+            },
+        }
+        for kind, turn in best.items():
+            print(
+                f"{budget}, {kind}: {turn.parsed:.1%} satisfy the schema, {turn.exact:.1%} exact, "
+                f"{turn.tokens_per_s:.0f} tokens/s",
+                flush=True,
+            )
+        print(f"{budget}: the schema costs {cost:+.1%}", flush=True)
+    return results
+
+
+def main() -> None:
+    """Everything."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rows", type=int, default=512)
+    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--seed", type=int, default=17)
+    options = parser.parse_args()
+    documents = list(heldout_documents(options.seed, options.rows))
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        texts = [document.text for document in documents]
+        ids = [str(number) for number in range(len(texts))]
+        pq.write_table(pa.table({"doc": ids, "text": texts}), folder / "in.parquet")
+        answers = [document.answer for document in documents]
+        results = measure(folder, options.turns, answers)
+    machine = {"threads": torch.get_num_threads(), "rows": options.rows, "turns": options.turns}
+    RESULTS.write_text(json.dumps({"machine": machine, **results}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
