@@ -53,7 +53,8 @@ class Runner:
         """One forward pass; for every chunk the draw for its sequence, None where none is due."""
         step = build_step(chunks, self._layout.page_tokens, self._device, is_exact=self._is_exact)
         due = [chunk.sequence for chunk in chunks if chunk.samples]
-        scored = [place for place, chunk in enumerate(chunks) if chunk.sequence.scores_prompt]
+        special = [place for place, chunk in enumerate(chunks) if chunk.sequence.extras is not None]
+        scored = [place for place in special if chunks[place].sequence.scores_prompt]
         try:
             hidden_TM = self._model.forward(step, self._model.plan(step), self._cache)
             for place in scored:

@@ -122,7 +122,7 @@ class Sequence:
         self.tokens.append(token_id)
         self.num_tokens += 1
         self.num_generated += 1
-        before = self.budget_state
+        before = None if self.extras is None else self.budget_state
         if self.budget is not None:
             self.budget.push(token_id)
         if self.extras is not None and self._ends_by_extras(self.extras, token_id, before):
