@@ -229,6 +229,10 @@ class PromptMaker:
     def _shortened(self, row: Row, text: MarkedText) -> MarkedText:
         """The text cut as prompt.too_long says."""
         assert self._side is not None and self._limit_tokens is not None
+        given = self._given_tools(row)
+        if given.definitions and given is not self._tools.common:
+            reason = "a prompt with tool definitions from its row is not cut"
+            raise RowFault(TooLong(f"{self._too_long('more')}; {reason}"))
         room = room_of(self._limit_tokens, self._sampled(row)[0].max_tokens)
         made = shortened(
             text, self._side, room, lambda one: len(self._started(row, self._tokenizer.encode(one)))

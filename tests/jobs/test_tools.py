@@ -267,6 +267,17 @@ def test_requests_bring_their_tools(folders: dict[str, Path]) -> None:
     assert isinstance(made, str) and "has no place for tool definitions" in made
 
 
+def test_definitions_are_never_cut(folders: dict[str, Path], file: Path) -> None:
+    long = {"type": "function", "function": {"name": "f", "description": "word " * 9000}}
+    cut = {"too_long": "truncate_right"}
+    text = text_of(folders["qwen3"], prompt={"tools": "uses", **cut})
+    made = text.prompts([row(text="a", uses=[long])])[0]
+    assert isinstance(made, str) and "tool definitions from its row is not cut" in made
+    text = text_of(folders["qwen3"], prompt={"tools": str(file), **cut})
+    prompt = prompt_of(text, text="word " * 9000)
+    assert len(prompt.token_ids) < 4096 and json.dumps(NOW) in shown(text, prompt)
+
+
 def test_the_prompts_source_is_among_the_settings_in_force(folders: dict[str, Path]) -> None:
     facts = text_of(folders["qwen3"]).effective
     assert facts["prompt.chat_template"].endswith("tokenizer_config.json")
