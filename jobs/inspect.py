@@ -41,9 +41,10 @@ def inspect_model(path: str, revision: str = "main") -> dict[str, Any]:
         "vocab_size": facts.config.vocab_size,
         "max_positions": facts.config.max_positions,
         "kv_dtype": kv_dtype,
-        "kv_bytes_per_token": layout.bytes_for(1),
+        "kv_bytes_per_token": _whole(layout.token_bytes),
         "kv_bytes_per_token_per_layer": [
-            sum(part.row_bytes // part.stride for part in layer) for layer in layout.layers
+            _whole(sum(part.row_bytes / part.stride for part in layer if part.window is None))
+            for layer in layout.layers
         ],
         "kv_bytes_per_token_mha": facts.token_bytes_as(None, kv_dtype),
         f"kv_bytes_per_token_gqa{GQA_HEADS}": facts.token_bytes_as(GQA_HEADS, kv_dtype),
@@ -55,13 +56,22 @@ def inspect_model(path: str, revision: str = "main") -> dict[str, Any]:
 
 
 def _layout_facts(facts: ModelFacts, kv_dtype: str) -> dict[str, Any]:
-    """Bytes of one way to keep the rows: a token over all layers, and whole sequences."""
+    """Bytes of one way to keep the rows: a further token over all layers, the rows of whole
+    sequences, and what each sequence takes besides them."""
     layout = facts.layout(kv_dtype)
     return {
         "bytes_per_token": layout.token_bytes,
-        "constant_bytes": layout.lane_bytes,
-        "bytes_at": {str(length): layout.bytes_for(length) for length in lengths_of(facts)},
+        "state_bytes": layout.held_state_bytes,
+        "bytes_at": {
+            str(length): layout.bytes_for(length) - layout.held_state_bytes
+            for length in lengths_of(facts)
+        },
     }
+
+
+def _whole(num_bytes: float) -> int | float:
+    """An integer where it is one: rows that stand for several tokens leave fractions."""
+    return int(num_bytes) if num_bytes == int(num_bytes) else num_bytes
 
 
 def lengths_of(facts: ModelFacts) -> list[int]:
@@ -157,6 +167,8 @@ def _layouts_table(layouts: dict[str, Any]) -> Table:
         table.add_column(name, justify="right")
     rows = list(layouts.values())
     table.add_row("1 token", *(f"{row['bytes_per_token']:,.10g}" for row in rows))
+    if any(row["state_bytes"] for row in rows):
+        table.add_row("a sequence", *(f"{row['state_bytes']:,}" for row in rows))
     for length in rows[0]["bytes_at"]:
         table.add_row(f"{int(length):,} tokens", *(f"{row['bytes_at'][length]:,}" for row in rows))
     return table

@@ -14,6 +14,7 @@ from batchmla.models.base import ModelConfig
 from batchmla.models.load import count_model
 from batchmla.placement import Placement
 
+PAGE_TOKENS = 64
 GQA_HEADS = 8  # of the comparison that `inspect` prints
 
 
@@ -35,10 +36,12 @@ class ModelFacts:
         return {kind: kinds.count(kind) for kind in dict.fromkeys(kinds)}
 
     def layout(
-        self, kv_dtype: str, page_tokens: int = 64, placement: Placement | None = None
+        self, kv_dtype: str, page_tokens: int | None = None, placement: Placement | None = None
     ) -> KVLayout:
         """The family's cache layout: the one function behind plan, pool and inspect."""
         family = get_family(self.raw)
+        if page_tokens is None:
+            page_tokens = max(PAGE_TOKENS, getattr(self.config, "page_multiple", 1))
         return family.layout(self.config, kv_dtype, placement or Placement(), page_tokens)
 
     @property

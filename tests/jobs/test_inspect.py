@@ -10,6 +10,8 @@ from published import (
     DEEPSEEK_R1,
     DEEPSEEK_V2,
     DEEPSEEK_V2_LITE,
+    DEEPSEEK_V4_FLASH,
+    DEEPSEEK_V4_PRO,
     DEEPSEEK_V32,
     DISTILL_LLAMA_8B,
     DISTILL_QWEN_7B,
@@ -109,6 +111,48 @@ def test_v32_takes_the_published_bytes_in_every_layout(
     print_inspect(facts)
     shown = capsys.readouterr().out
     assert "61 x dsa" in shown and "48,068" in shown and "1,575,092,224" in shown
+
+
+# layout, bytes a further token takes, bytes of the windows, MiB at 4k, 32k, 128k and 1M tokens
+V4_TOTALS = {
+    "flash": (
+        ("fp8", 3850.25, 3_214_336, (18.1, 123.4, 484.3, 3853.3)),
+        ("fp8_fp4", 3514.25, 3_214_336, (16.8, 112.9, 442.3, 3517.3)),
+        ("bfloat16", 6880, 5_636_096, (32.3, 220.4, 865.4, 6885.4)),
+    ),
+    "pro": (
+        ("fp8", 5511.4375, 4_559_872, (25.9, 176.6, 693.3, 5515.8)),
+        ("fp8_fp4", 5031.4375, 4_559_872, (24.0, 161.6, 633.3, 5035.8)),
+        ("bfloat16", 9848, 7_995_392, (46.1, 315.4, 1238.6, 9855.6)),
+    ),
+}
+V4_FACTS = {
+    "flash": (DEEPSEEK_V4_FLASH, {"swa": 2, "csa": 21, "hca": 20}, 12_206_080, 284, 13),
+    "pro": (DEEPSEEK_V4_PRO, {"csa": 30, "hca": 31}, 18_710_528, 1600, 49),
+}
+
+
+@pytest.mark.parametrize("name", V4_TOTALS)
+def test_v4_takes_the_published_bytes_in_every_layout(tmp_path: Path, name: str) -> None:
+    raw, kinds, state_bytes, billions, active = V4_FACTS[name]
+    facts = inspect_model(folder_of(tmp_path, raw))
+    assert facts["attention"] == kinds and len(facts["attention_by_layer"]) == sum(kinds.values())
+    words = {0: "swa", 4: "csa", 128: "hca"}
+    ratios = raw["compress_ratios"][: raw["num_hidden_layers"]]
+    assert facts["attention_by_layer"] == [words[ratio] for ratio in ratios]
+    for layout, slope, window_bytes, sizes in V4_TOTALS[name]:
+        found = facts["kv_layouts"][layout]
+        assert (found["bytes_per_token"], found["state_bytes"]) == (slope, state_bytes)
+        row = 1024 if layout == "bfloat16" else 584
+        index = {"bfloat16": 256, "fp8": 132, "fp8_fp4": 68}[layout]
+        csa, hca = kinds["csa"], kinds["hca"]
+        for length, mib in zip((4096, 32768, 131072, 1048576), sizes, strict=True):
+            entries = csa * (length // 4) * (row + index) + hca * (length // 128) * row
+            assert found["bytes_at"][str(length)] == window_bytes + entries
+            assert abs((window_bytes + entries) / 2**20 - mib) <= 0.05
+    assert facts["kv_bytes_at"]["4096"] == state_bytes + found["bytes_at"]["4096"]
+    assert abs(facts["parameters"] / 1e9 - billions) < 0.02 * billions
+    assert active * 1e9 < facts["active_parameters"] < (active * 1.12) * 1e9
 
 
 def test_a_bare_config_says_what_is_not_known(tmp_path: Path) -> None:
