@@ -12,21 +12,23 @@ from typing import Any, Self
 
 import pyarrow as pa
 
-from batchmla.core import Completion, Prompt
+from batchmla.core import Completion, Logprobs, Prompt
 from batchmla.engine.source import ListSource
 from batchmla.errors import JobError
-from batchmla.jobs.columns import own_schema
+from batchmla.jobs.columns import SCORES, own_schema, scores_array
 from batchmla.jobs.local import LocalText, check_local_engine, local_engine
 from batchmla.jobs.row import Row
 from batchmla.jobs.settings import ColumnRef, EngineSettings, JobSpec, ModelSettings
 from batchmla.jobs.spec import build_spec
 from batchmla.jobs.wording import nearest
+from batchmla.text.decode import as_text
 from batchmla.weights.folder import find_model
 
 _MODEL_OPTIONS = frozenset(ModelSettings.model_fields) - {"path"}
 _ENGINE_OPTIONS = frozenset(EngineSettings.model_fields) - {"order", "window_rows", "dedupe"}
 
 Message = Mapping[str, Any]
+Entries = Sequence[Mapping[str, Any]]  # token_id and logprob: the token itself, then the likeliest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +52,8 @@ class Result:
     content_tokens: int = 0
     token_ids: tuple[int, ...] = ()
     tool_error: str | None = None
+    logprobs: tuple[Entries | None, ...] | None = None
+    prompt_logprobs: tuple[Entries | None, ...] | None = None
     error: str | None = None
 
 
@@ -123,7 +127,7 @@ class Engine:
     @staticmethod
     def to_arrow(results: Iterable[Result]) -> pa.Table:
         """A table with a column for every field, typed like those of a job's output."""
-        types = {field.name: field.type for field in own_schema(token_ids=True)}
+        types = {field.name: field.type for field in own_schema(True, scores=SCORES)}
         names = [field.name for field in fields(Result)]
         schema = pa.schema([(name, types.get(name, pa.string())) for name in names])
         return pa.Table.from_pylist([asdict(result) for result in results], schema=schema)
@@ -203,8 +207,9 @@ def _result(text: LocalText, prompt: Prompt, completion: Completion) -> Result:
     if completion.error is not None:
         return Result(prompt_tokens=completion.prompt_tokens, error=completion.error)
     answer = text.answer(prompt, completion)
+    data = text.tokenizer.decoder.bytes_of(completion.token_ids)
     return Result(
-        text=text.tokenizer.decode(completion.token_ids).text,
+        text=as_text(data[: len(data) - completion.trimmed_bytes]).text,
         reasoning=answer.reasoning,
         content=answer.content,
         tool_calls=None if answer.tool_calls is None else tuple(answer.tool_calls),
@@ -217,7 +222,13 @@ def _result(text: LocalText, prompt: Prompt, completion: Completion) -> Result:
         reasoning_tokens=answer.reasoning_tokens,
         content_tokens=answer.content_tokens,
         token_ids=tuple(completion.token_ids.tolist()),
+        logprobs=_entries(completion.logprobs),
+        prompt_logprobs=_entries(completion.prompt_logprobs),
     )
+
+
+def _entries(scores: Logprobs | None) -> tuple[Entries | None, ...] | None:
+    return None if scores is None else tuple(scores_array([scores]).to_pylist()[0])
 
 
 def _shown(completions: Iterable[Completion], count: int, is_shown: bool) -> Iterator[Completion]:

@@ -49,6 +49,23 @@ def test_what_cannot_run_is_the_error_of_its_own_result(tally: Engine) -> None:
     assert tally.generate([]) == []
 
 
+def test_stops_and_log_probabilities_come_with_the_results(tally: Engine) -> None:
+    conversation = [{"role": "user", "content": f"{DOCUMENT}, 1 x milk at 0.99"}]
+    params = {"temperature": 0, "logprobs": 1, "prompt_logprobs": 0, "stop": ['s":', "no"]}
+    (result,) = tally.chat([conversation], params, reasoning={"budget": 4})
+    assert result.content == '{"item' and result.text.endswith('{"item')
+    assert [entry[0]["token_id"] for entry in result.logprobs] == list(result.token_ids)
+    assert result.prompt_logprobs[0] is None
+    assert len(result.prompt_logprobs) == result.prompt_tokens
+    table = Engine.to_arrow([result])
+    assert table.column("logprobs").to_pylist()[0] == list(result.logprobs)
+    schema = {"json_schema": {"type": "object", "additionalProperties": {"type": "integer"}}}
+    (result,) = tally.chat(
+        [conversation], {"structured": schema, "max_tokens": 60}, reasoning={"budget": 4}
+    )
+    assert result.content.startswith("{") and result.error is None
+
+
 def test_results_are_a_table_with_the_types_of_a_job(tally: Engine) -> None:
     results = tally.generate(["1 + 1", ""], {"max_tokens": 2})
     table = Engine.to_arrow(results)
