@@ -28,6 +28,7 @@ from batchmla.models.load import check_model
 from batchmla.text.encoded import EncodedChat
 from batchmla.text.formats.calls import ToolCall
 from batchmla.text.formats.registry import choose_format
+from batchmla.text.grammar import grammar_version
 from batchmla.text.reasoning import Reasoner
 from batchmla.text.renderer import Renderer, has_renderer, load_renderer
 from batchmla.text.template_files import DEFAULT, templates_in
@@ -145,7 +146,10 @@ def plan_local_engine(spec: JobSpec, folder: Path) -> EngineConfig:
 def local_numerics(spec: JobSpec) -> dict[str, str]:
     """What exact mode's promise depends on, on this machine; no weights are read."""
     folder = find_model(spec.model.path, spec.model.revision)
-    return describe_numerics(plan_local_engine(spec, folder), detect(spec.model.device))
+    found = describe_numerics(plan_local_engine(spec, folder), detect(spec.model.device))
+    if spec.sampling.structured is not None:
+        found["llguidance"] = grammar_version()
+    return found
 
 
 def local_text(spec: JobSpec, table: Table, limit_tokens: int | None = None) -> LocalText:

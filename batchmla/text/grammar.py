@@ -8,6 +8,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,14 @@ from batchmla.text.tokenizer import Tokenizer
 KINDS = ("json_schema", "regex", "choice", "grammar")
 WHITE_SPACE = r"[ \n\r\t]{1,40}"  # between the tokens of JSON; without an end a model may go on
 _ONES = 0xFFFFFFFF
+
+
+def grammar_version() -> str:
+    """Of the library that computes the masks."""
+    try:
+        return version("llguidance")
+    except PackageNotFoundError:
+        return "none"
 
 
 class BadGrammar(ValueError):
