@@ -2,14 +2,24 @@
 
 import itertools
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from fakes import fake_logits, greedy_ids, make_prompt, sequence_state
+from tiny import oracle_logits, write_tiny
 from watched import WatchedEngine, run
 
-from batchmla.core import Budget, Completion, Logprobs, Prompt, SamplingParams
+from batchmla.core import (
+    Budget,
+    Completion,
+    EngineOptions,
+    Logprobs,
+    Prompt,
+    SamplingParams,
+)
+from batchmla.engine.engine import load_engine
 from batchmla.engine.logprobs import score
 from batchmla.text.stops import StopStrings
 
@@ -166,3 +176,36 @@ def test_extreme_logits_have_finite_entries() -> None:
     logits_RV = torch.tensor([[2e38, -2e38, 0.0], [0.0, 0.0, 0.0]])
     for (ids, values), want in zip(score(logits_RV, [1, 0], [3, 1]), ([1, 0, 2], [0]), strict=True):
         assert ids.tolist() == want and np.isfinite(values).all() and (values <= 0).all()
+
+
+@pytest.mark.parametrize("name", ["llama", "v3"])
+def test_log_probabilities_of_a_model_equal_transformers(name: str, tmp_path: Path) -> None:
+    oracle = write_tiny(tmp_path, name)
+    generator = torch.Generator().manual_seed(2)
+    prompts = [
+        make_prompt(
+            i, torch.randint(2, 256, (n,), generator=generator).tolist(),
+            SamplingParams(temperature=1.0, max_tokens=4, logprobs=3, prompt_logprobs=2),
+        )
+        for i, n in enumerate((1, 7, 40))
+    ]  # fmt: skip
+    options = EngineOptions(
+        model=str(tmp_path), device="cpu", dtype="float32", max_batched_tokens=16, max_num_seqs=4
+    )
+    engine = load_engine(options)
+    found = run(engine, prompts)
+    engine.close()
+    for prompt in prompts:
+        ids = [*prompt.token_ids.tolist(), *found[prompt.index].token_ids.tolist()]
+        values_TV = oracle_logits(oracle, ids).double().log_softmax(dim=1)
+        made = found[prompt.index]
+        rows = entries(made.prompt_logprobs) + entries(made.logprobs)
+        assert len(rows) == len(ids)
+        for place in range(1, len(ids)):
+            values_V = values_TV[place - 1]
+            assert rows[place][0][0] == ids[place]
+            got = [value for _, value in rows[place]]
+            want = [float(values_V[token_id]) for token_id, _ in rows[place]]
+            assert got == pytest.approx(want, abs=2e-4)
+            most = 3 if place >= len(prompt.token_ids) else 2
+            assert max(got) == pytest.approx(float(values_V.max()), abs=2e-4) and len(got) >= most
