@@ -88,12 +88,7 @@ def hybrid_parts(
         name="state", width=dims.state_width(kind), dtype="float32",
         window=dims.state_tokens(kind), is_state=True,
     )  # fmt: skip
-    padded = None
-    if is_bytes:
-        padded = -(-page_tokens // ratio * width // PAGE_UNIT_BYTES) * PAGE_UNIT_BYTES
-    entries = KVPart(
-        name="entries", width=width, dtype=dtype, stride=ratio, padded_page_bytes=padded
-    )
+    entries = _paged("entries", width, dtype, ratio, page_tokens, is_padded=is_bytes)
     if kind is LayerKind.ALL:
         return window, state, entries
     key_width, key_dtype = dims.index_width, kv_dtype
@@ -101,6 +96,15 @@ def hybrid_parts(
         key_width, key_dtype = index_record(dims.index_width).num_bytes, BYTES
     elif is_bytes:
         key_width, key_dtype = dims.index_width // 2 + dims.index_width // 32, BYTES
-    return window, state, entries, KVPart(
-        name="index", width=key_width, dtype=key_dtype, stride=ratio
-    )  # fmt: skip
+    keys = _paged("index", key_width, key_dtype, ratio, page_tokens, is_padded=is_bytes)
+    return window, state, entries, keys
+
+
+def _paged(
+    name: str, width: int, dtype: str, ratio: int, page_tokens: int, *, is_padded: bool
+) -> KVPart:
+    """Pages of records are padded as published ones are."""
+    padded = None
+    if is_padded:
+        padded = -(-page_tokens // ratio * width // PAGE_UNIT_BYTES) * PAGE_UNIT_BYTES
+    return KVPart(name=name, width=width, dtype=dtype, stride=ratio, padded_page_bytes=padded)

@@ -2,59 +2,30 @@
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from choices import NUM_PAGES, PAGE_TOKENS, Case, Watched, oracle_choices, run_watched
 from compare import assert_logits
 from safetensors.torch import load_file, save_file
-from steps import Row, make_step, run_chunks
-from tiny import oracle_logits, read_config, write_tiny
+from steps import Row, run_chunks
+from tiny import oracle_logits
 
 from batchmla import kernels
 from batchmla.attention.sparse import key_record, latent_record
 from batchmla.kernels.ops import Ops
-from batchmla.kernels.sparse_ops import IndexGroup, Record
-from batchmla.kv.cache import LayerCache, make_cache
-from batchmla.models import get_family
-from batchmla.models.load import load_model
-from batchmla.parallel import Par
-from batchmla.placement import Placement
+from batchmla.kernels.sparse_ops import Record
 
-PAGE_TOKENS = 16
-NUM_PAGES = 64
-CPU = torch.device("cpu")
 COUNTS = {"v32": 8, "v32_wide": 40}
 NUM_LAYERS = 3
 
 
-@dataclass
-class Case:
-    """A saved checkpoint and its oracle."""
-
-    folder: Path
-    oracle: Any
-
-    def model(self, ops: Ops, dtype: torch.dtype = torch.float32) -> Any:
-        raw = read_config(self.folder)
-        return load_model(self.folder, raw, Placement(), Par.single(), ops, dtype, CPU)
-
-    def cache(self, kv_dtype: str) -> tuple[LayerCache, ...]:
-        raw = read_config(self.folder)
-        family = get_family(raw)
-        layout = family.layout(family.Config.from_hf(raw), kv_dtype, Placement(), PAGE_TOKENS)
-        return make_cache(layout, NUM_PAGES, CPU)
-
-
 @pytest.fixture(scope="module")
 def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
-    made = {}
-    for name in COUNTS:
-        folder = tmp_path_factory.mktemp(name)
-        made[name] = Case(folder, write_tiny(folder, name))
-    return made
+    return {name: Case.make(tmp_path_factory.mktemp(name), name) for name in COUNTS}
 
 
 def make_rows(lengths: Sequence[int], seed: int = 0) -> list[Row]:
@@ -70,92 +41,6 @@ def make_rows(lengths: Sequence[int], seed: int = 0) -> list[Row]:
     ]
 
 
-class Watched:
-    """A back end that notes which keys and experts every row gets, layer by layer."""
-
-    def __init__(self, ops: Ops) -> None:
-        self.slots: list[tuple[Sequence[IndexGroup], torch.Tensor]] = []
-        self.experts: list[torch.Tensor] = []
-        select, route = ops.sparse.select_keys, ops.route
-
-        def select_keys(*args: Any) -> torch.Tensor:
-            found = select(*args)
-            self.slots.append((args[3], found))
-            return found
-
-        def watched_route(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
-            found = route(*args)
-            self.experts.append(found[1])
-            return found
-
-        sparse = replace(ops.sparse, select_keys=select_keys)
-        self.ops = replace(ops, sparse=sparse, route=watched_route)
-
-
-@torch.inference_mode()
-def run_watched(
-    model: Any,
-    watched: Watched,
-    cache: Any,
-    rows: Sequence[Row],
-    sizes: Sequence[int],
-    is_exact: bool = False,
-) -> dict[tuple[int, int], list[tuple[frozenset[int], tuple[int, ...]]]]:
-    """Rows to their ends, each in chunks of its size; by row and position: of every layer the
-    positions of the chosen keys (none where all are read) and the experts."""  # fmt: skip
-    found: dict[tuple[int, int], list[Any]] = {}
-    while any(row.computed < len(row.ids) for row in rows):
-        todo = [
-            (index, row, min(size, len(row.ids) - row.computed))
-            for index, (row, size) in enumerate(zip(rows, sizes, strict=True))
-            if row.computed < len(row.ids)
-        ]
-        step = make_step([(row, count) for _, row, count in todo], PAGE_TOKENS)
-        step = replace(step, is_exact=is_exact)
-        plans = model.plan(step)
-        watched.slots.clear()
-        watched.experts.clear()
-        logits = model.logits(model.forward(step, plans, cache))
-        places = [(index, row.computed + at) for index, row, count in todo for at in range(count)]
-        choosing = plans["dsa"].choosing
-        order = list(range(len(places)))
-        if choosing is not None and choosing.rows_N is not None:
-            order = choosing.rows_N.tolist()
-        for layer in range(NUM_LAYERS):
-            chosen: dict[int, frozenset[int]] = {}
-            if choosing is not None:
-                slots_NK = watched.slots[layer][1].tolist()
-                for place, slots in zip(order, slots_NK, strict=True):
-                    pages = rows[places[place][0]].pages
-                    chosen[place] = frozenset(
-                        pages.index(slot // PAGE_TOKENS) * PAGE_TOKENS + slot % PAGE_TOKENS
-                        for slot in slots
-                    )
-            for number, place in enumerate(places):
-                experts = watched.experts[layer - 1][number].tolist() if layer else []
-                entry = (chosen.get(number, frozenset()), tuple(sorted(experts)))
-                found.setdefault(place, []).append(entry)
-        for (_, row, count), part in zip(
-            todo, logits.split([count for _, _, count in todo]), strict=True
-        ):
-            row.logits.append(part)
-            row.computed += count
-    return found
-
-
-def oracle_choices(oracle: Any, ids: list[int]) -> list[list[frozenset[int]]]:
-    """[layer][position]: what the oracle's indexers choose."""
-    taken: list[torch.Tensor] = []
-    hooks = [
-        layer.self_attn.indexer.register_forward_hook(lambda *args: taken.append(args[-1]))
-        for layer in oracle.model.layers
-    ]
-    oracle_logits(oracle, ids)
-    for hook in hooks:
-        hook.remove()
-    return [[frozenset(row.tolist()) for row in indices[0]] for indices in taken]
-
-
 @pytest.mark.parametrize("chunk", [1, 7, 64, 1000])
 @pytest.mark.parametrize("name", COUNTS)
 def test_logits_and_chosen_keys_at_the_edges(cases: dict[str, Case], name: str, chunk: int) -> None:
@@ -163,7 +48,7 @@ def test_logits_and_chosen_keys_at_the_edges(cases: dict[str, Case], name: str, 
     watched = Watched(kernels.load("cpu"))
     rows = make_rows((1, count - 1, count, count + 1, count + 2, 97), seed=chunk)
     model = case.model(watched.ops)
-    found = run_watched(model, watched, case.cache("float32"), rows, [chunk] * len(rows))
+    found = run_watched(case, model, watched, case.cache("float32"), rows, [chunk] * len(rows))
     num_sets = 0
     for index, row in enumerate(rows):
         expected = oracle_logits(case.oracle, row.ids)
@@ -171,7 +56,7 @@ def test_logits_and_chosen_keys_at_the_edges(cases: dict[str, Case], name: str, 
         wanted = oracle_choices(case.oracle, row.ids)
         for position in range(len(row.ids)):
             for layer in range(NUM_LAYERS):
-                chosen = found[index, position][layer][0]
+                chosen = found[index, position][0][layer]
                 if position < count:
                     assert chosen == frozenset(), "an early position reads all its keys"
                 else:
@@ -194,12 +79,12 @@ def test_exact_mode_chooses_alike_in_every_batch(
     for sizes in ([1000] * 6, [7, 1, 64, 5, 13, 1], [1, 2, 3, 64, 97, 40]):
         rows = make_rows(lengths)
         cache = case.cache(str(dtype).removeprefix("torch."))
-        found = run_watched(model, watched, cache, rows, sizes, is_exact=True)
+        found = run_watched(case, model, watched, cache, rows, sizes, is_exact=True)
         runs.append(([torch.cat(row.logits) for row in rows], found))
     alone: tuple[list[torch.Tensor], dict[Any, Any]] = ([], {})
     cache = case.cache(str(dtype).removeprefix("torch."))
     for index, row in enumerate(make_rows(lengths)):
-        found = run_watched(model, watched, cache, [row], [33], is_exact=True)
+        found = run_watched(case, model, watched, cache, [row], [33], is_exact=True)
         alone[0].append(torch.cat(row.logits))
         alone[1].update({(index, position): each for (_, position), each in found.items()})
     runs.append(alone)
@@ -256,7 +141,7 @@ def test_exact_mode_holds_over_records(cases: dict[str, Case], kv_dtype: str) ->
     runs = []
     for sizes in ([1000] * 4, [7, 1, 64, 13]):
         rows = make_rows((1, 40, 41, 97))
-        run_watched(model, watched, case.cache(kv_dtype), rows, sizes, is_exact=True)
+        run_watched(case, model, watched, case.cache(kv_dtype), rows, sizes, is_exact=True)
         runs.append([torch.cat(row.logits) for row in rows])
     assert all(map(torch.equal, *runs))
 
