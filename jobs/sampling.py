@@ -127,6 +127,8 @@ def resolve_sampling(
                 sources[name] = _resolve(name, given, is_given, generation_config, vocab_limit)
                 values[name] = sources[name].value
         params = make_params(values, eos, vocab_limit, rules)
+        if rules is not None and "structured" in columns:
+            _check_compiler(rules)
     except BadValue as fault:
         raise JobError(str(fault)) from None
     sources["eos_token_ids"] = Sourced(
@@ -143,6 +145,14 @@ def resolve_sampling(
         rules=rules,
         structured_kind=None if settings.structured is None else settings.structured.column_kind,
     )
+
+
+def _check_compiler(rules: RuleMaker) -> None:
+    """Rows will need it."""
+    try:
+        assert rules.compiler is not None, "made or refused"
+    except ValueError as fault:
+        raise BadValue(f"sampling.structured: {fault}") from None
 
 
 def _unset(name: str) -> Any:

@@ -46,13 +46,18 @@ class RuleMaker:
         """None without structured output. Raises BadGrammar."""
         if structured is None:
             return None
-        if self._compiler is None:
-            self._compiler = GrammarCompiler(self._tokenizer)
         ((kind, value),) = structured.items()
         try:
-            return self._compiler.compile(kind, value)
+            return self.compiler.compile(kind, value)
         except BadGrammar as fault:
             raise BadGrammar(f"{kind}: {fault}") from None
+
+    @property
+    def compiler(self) -> GrammarCompiler:
+        """Made when first asked for. Raises BadGrammar where its library is missing."""
+        if self._compiler is None:
+            self._compiler = GrammarCompiler(self._tokenizer)
+        return self._compiler
 
 
 def _make_room(made: dict[Any, Any]) -> None:

@@ -174,7 +174,7 @@ class ReasoningSettings(Section):
     budget: Count | None = None  # tokens
     budget_share: Annotated[float, Field(ge=0.0, le=1.0)] | None = None
     budget_message: str | None = None
-    loop_guard: Annotated[int, Field(ge=2)] | None = None
+    loop_guard: Annotated[int, Field(ge=2)] | None = None  # copies of one block of tokens in a row
     stop_in_reasoning: bool = False
 
 

@@ -15,7 +15,6 @@ import numpy as np
 import numpy.typing as npt
 
 from batchmla.core import GrammarState
-from batchmla.errors import JobError
 from batchmla.text.tokenizer import Tokenizer
 
 KINDS = ("json_schema", "regex", "choice", "grammar")
@@ -81,13 +80,13 @@ class GrammarCompiler:
     """Compiles each different grammar of a job once."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
+        """Raises BadGrammar where the library is missing."""
         try:
             import llguidance
             import llguidance.numpy
         except ImportError:
-            raise JobError(
-                "sampling.structured needs the package llguidance; run "
-                'pip install "batchmla[structured]"'
+            raise BadGrammar(
+                'it needs the package llguidance; run pip install "batchmla[structured]"'
             ) from None
         self._library = llguidance
         vocabulary = _Vocabulary(tokenizer)
@@ -103,7 +102,7 @@ class GrammarCompiler:
 
         Raises BadGrammar where it cannot be read or no text at all follows it.
         """
-        key = json.dumps([kind, value], sort_keys=True)
+        key = json.dumps([kind, value])  # the order of properties counts
         if key not in self._made:
             try:
                 self._made[key] = self._compile(kind, value)

@@ -1,6 +1,7 @@
 """What other tools got wrong with stops, budgets, log-probabilities and grammars: whole jobs."""
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -272,6 +273,17 @@ def test_an_impossible_schema_of_the_job_is_refused_before_weights_load(run: Run
             sampling={"structured": {"json_schema": IMPOSSIBLE}},
             model={"path": "builtin:tally", "memory_utilization": 1e-9},  # would not fit
         )
+
+
+@pytest.mark.parametrize(
+    "structured", [{"regex": "a"}, {"regex": {"column": "text"}}, {"column": "shape"}]
+)
+def test_a_missing_library_is_named_before_weights_load(
+    run: Run, structured: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(JobError, match=r"sampling\.structured.*pip install"):
+        run(sampling={"structured": structured})
 
 
 def test_a_grammar_cut_by_max_tokens_says_length(run: Run) -> None:

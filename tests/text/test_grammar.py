@@ -3,6 +3,7 @@
 import json
 import random
 import re
+import sys
 
 import jsonschema
 import numpy as np
@@ -179,6 +180,22 @@ def test_equal_grammars_are_compiled_once_and_states_are_separate(tokenizer, com
     digit = next(n for n in range(len(tokenizer)) if tokenizer.token_bytes(n) == b"7")
     first.push(digit)
     assert first.can_end and not second.can_end
+
+
+def test_properties_come_in_the_order_of_the_schema(tokenizer, compiler):
+    for names in (("a", "b"), ("b", "a")):
+        schema = {
+            "type": "object", "required": list(names), "additionalProperties": False,
+            "properties": {name: {"enum": [1]} for name in names},
+        }  # fmt: skip
+        text = written(tokenizer, compiler.compile("json_schema", schema), 1)
+        assert text is not None and tuple(json.loads(text)) == names
+
+
+def test_a_missing_library_is_named(tokenizer, monkeypatch):
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(BadGrammar, match=r'pip install "batchmla\[structured\]"'):
+        GrammarCompiler(tokenizer)
 
 
 def test_masks_of_a_batch_are_those_of_its_rows(tokenizer, compiler):
