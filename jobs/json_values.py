@@ -7,7 +7,7 @@ bytes base64, NaN and infinities null, maps objects if their keys are text and e
 import json
 import math
 from base64 import b64encode
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import repeat
 from json.encoder import encode_basestring
 from typing import Any
@@ -42,7 +42,7 @@ def json_lines(columns: Mapping[str, pa.ChunkedArray], num_rows: int) -> bytes:
         if column.null_count == num_rows:
             before += "null"
         else:
-            pieces += [repeat(before, num_rows), map(_text, json_values(column))]
+            pieces += [repeat(before, num_rows), _texts(json_values(column))]
             before = ""
         before += ", "
     end = before.removesuffix(", ") + "}\n"
@@ -58,11 +58,12 @@ def json_rows(table: pa.Table) -> Iterator[dict[str, Any]]:
     return (dict(zip(names, row, strict=True)) for row in rows)
 
 
-def _text(value: Any) -> str:
-    """What the encoder makes of a value."""
-    if (write := _WRITERS.get(type(value))) is not None:
-        return write(value)
-    return _ENCODER.encode(value)
+def _texts(values: Sequence[Any]) -> Iterable[str]:
+    """What the encoder makes of each value."""
+    types = set(map(type, values))
+    if len(types) == 1 and (write := _WRITERS.get(*types)) is not None:
+        return map(write, values)
+    return [_WRITERS.get(type(value), _ENCODER.encode)(value) for value in values]
 
 
 def _encoded(text: str) -> bytes:

@@ -90,6 +90,7 @@ class PromptMaker:
             assert prompt.user is not None
             self._talk = UserPrompt(prompt.user, prompt.system, columns, tokenizer.control)
         self._budget = BudgetRule.of(spec.reasoning, reasoner, tokenizer, sampling.params)
+        self._is_budgeted = self._budget.concerns(sampling.params)
         self._params: dict[bool, SamplingParams] = {}
 
     @property
@@ -271,7 +272,9 @@ class PromptMaker:
     def _with_budget(self, params: SamplingParams, ids: TokenIds) -> SamplingParams:
         if params is not self._sampling.params:
             self._check_row(params)
-        if not self._budget.concerns(params):
+            if not self._budget.concerns(params):
+                return params
+        elif not self._is_budgeted:
             return params
         is_open = self._reasoner.is_open(ids)
         if self._budget.depends_on_prompt(params):

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pytest
 
 from batchmla.jobs.columns import Finished, finished_table, own_schema
-from batchmla.jobs.json_values import json_line, json_values
+from batchmla.jobs.json_values import json_line, json_lines, json_rows, json_values
 from batchmla.jobs.openai_body import CHAT, TEXT
 from batchmla.jobs.openai_lines import BatchLines
 from batchmla.jobs.part_file import JsonlParts, ParquetParts, PlainLines
@@ -178,3 +178,26 @@ def test_results_have_the_shape_of_an_openai_batchs(tmp_path: Path) -> None:
 def test_bytes_are_base64() -> None:
     (text,) = json_values(pa.chunked_array([[bytes(range(256))]]))
     assert b64decode(text) == bytes(range(256))
+
+
+def test_lines_by_column_are_those_by_row() -> None:
+    odd = ["", 'say "x"', "a\nb\u2028c\u2029d\x85e\0", "é 龘 🦙", "\\", None]
+    table = pa.table(
+        {
+            'n "1"': pa.array([1, -2, 2**62, None, 0, 7]),
+            "text": odd,
+            "all": pa.array([f"{n}%s {{}}" for n in range(6)], pa.large_string()),
+            "none": pa.nulls(6, pa.string()),
+            "x": pa.array([0.1, -0.0, 1e300, float("nan"), float("inf"), 2.0]),
+            "yes": [True, False, True, True, False, False],
+            "maybe": [True, None, False, None, None, True],
+            "inner": [{"a": [1, None]}, None, {"a": []}, {"a": None}, {"a": [2]}, None],
+            "cat": pa.array(["u", "v", None, "u", "v", "u"]).dictionary_encode(),
+            "empty": pa.nulls(6),
+        }
+    )
+    for part in (table, table.slice(1, 3), table.slice(5), table.slice(0, 0), table.select([])):
+        columns = dict(zip(part.column_names, part.columns, strict=True))
+        found = json_lines(columns, part.num_rows)
+        assert found == b"".join(map(json_line, json_rows(part)))
+        assert [json.loads(line) for line in found.split(b"\n")[:-1]] == list(json_rows(part))
