@@ -9,20 +9,25 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from batchmla.kernels.ops import Ops
 
-BACKENDS = ("reference", "cpu")
+BACKENDS = ("reference", "cpu", "torch")
 
 
 def load(backend: str, *, exact: bool = False) -> "Ops":
     """The ops of one back end; "reference" is the specification, "cpu" the path that runs.
+
+    "cpu" is compiled C where the machine allows it, else, as "torch" always, calls of torch.
 
     With `exact` a row's results depend on that row alone, not on what shares a call with it.
     """
     if backend not in BACKENDS:
         raise ValueError(f"unknown kernel back end {backend!r}; known are {', '.join(BACKENDS)}")
     if exact:
-        if backend != "cpu":
+        if backend == "reference":
             raise ValueError(f"kernel back end {backend!r} has no exact form; cpu has one")
-        exact_ops: Ops = import_module("batchmla.kernels.cpu.exact").make_exact()
+        exact_ops: Ops = import_module("batchmla.kernels.cpu.exact").make_exact(backend)
         return exact_ops
-    ops: Ops = import_module(f"batchmla.kernels.{backend}.table").make_ops()
+    if backend == "reference":
+        reference: Ops = import_module("batchmla.kernels.reference.table").make_ops()
+        return reference
+    ops: Ops = import_module("batchmla.kernels.cpu.table").make_ops(backend)
     return ops

@@ -7,11 +7,14 @@ features of a linear. Activations have the model's dtype unless said otherwise; 
 new tensors except where it says "in place".
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Protocol
 
 import torch
+
+from batchmla.kernels.groups import Groups
 
 if TYPE_CHECKING:
     from batchmla.kernels.hybrid_ops import HybridOps
@@ -46,65 +49,6 @@ class RopeLayout(StrEnum):
 
     INTERLEAVED = "interleaved"  # (2i, 2i+1)
     HALVES = "halves"  # (i, i + R/2)
-
-
-@dataclass(frozen=True, slots=True)
-class PageRun:
-    """Each sequence has consecutive pages, and sequence g begins at page `first + g * stride`."""
-
-    first: int
-    stride: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Group:
-    """Sequences that are attended in one call, padded to Q queries and L keys each.
-
-    Its rows follow each other from `first_row` of the groups' order, sequence by sequence;
-    `grid_N` is where they stand in the padded [G*Q] grid, None when the grid has no padding.
-    `pages_GP` holds the pages of the keys, padded with page 0; of their P*B rows the first L count.
-    `bias_GQL` is added to the scores: 0 where a query sees a key, -inf elsewhere; None when every
-    query sees every key, or when `is_causal`: query i sees keys 0..L-Q+i. `page_run` is set when
-    the pages form one.
-
-    `query_block` (exact mode) says how many queries a call may hold: they go in blocks of so many,
-    each with keys up to its own last query; the group is causal and `bias_GQL` holds the last
-    block only, [1, block, L]. The first `num_shared` keys of such a group are the same rows for all
-    of its sequences, and for groups next to it with the same pages: to be expanded once.
-    """
-
-    num_sequences: int
-    num_queries: int
-    num_keys: int
-    first_row: int
-    pages_GP: torch.Tensor
-    grid_N: torch.Tensor | None = None
-    bias_GQL: torch.Tensor | None = None
-    is_causal: bool = False
-    page_run: PageRun | None = None
-    query_block: int | None = None
-    num_shared: int = 0
-
-    @property
-    def num_rows(self) -> int:
-        """Rows without padding."""
-        return self.num_sequences * self.num_queries if self.grid_N is None else len(self.grid_N)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Groups:
-    """Groups and the rows of T they cover, in the groups' order; None: all rows as they stand.
-
-    A prefix is a group, of one sequence or of one query a sequence, whose queries see every key.
-    Its rows are rows of members too: their softmax runs over the keys of the member and of all
-    prefixes they are in. `is_split` (exact mode): a row's result must not depend on which rows
-    share its prefixes, nor on whether others have any.
-    """
-
-    members: tuple[Group, ...]
-    rows_N: torch.Tensor | None = None
-    prefixes: tuple[Group, ...] = ()
-    is_split: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -299,6 +243,17 @@ class SampleOp(Protocol):
         ...
 
 
+class ReadsPagesOp(Protocol):
+    def __call__(self, dtype: torch.dtype, widths: Sequence[int]) -> bool:
+        """Whether attention over keys and values of these widths takes `Spans`."""
+        ...
+
+
+def reads_no_pages(dtype: torch.dtype, widths: Sequence[int]) -> bool:
+    """A back end that wants groups."""
+    return False
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ops:
     """One back end."""
@@ -320,3 +275,4 @@ class Ops:
     sample: SampleOp
     sparse: "SparseOps"
     hybrid: "HybridOps"
+    reads_pages: ReadsPagesOp = reads_no_pages

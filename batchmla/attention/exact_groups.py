@@ -17,7 +17,7 @@ import torch
 from batchmla.attention.exact_splits import Positions, split_groups
 from batchmla.attention.groups import bias_of, page_table
 from batchmla.attention.prefixes import shared_prefixes
-from batchmla.kernels.ops import Group, Groups
+from batchmla.kernels.groups import Group, Groups
 from batchmla.kv.step import HostInts, Step
 
 QUERY_BLOCK = 64

@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 
 from batchmla.attention.groups import bias_of
-from batchmla.kernels.ops import Group, Groups
+from batchmla.kernels.groups import Group, Groups
 from batchmla.kv.step import HostInts, Step
 
 SPLIT_KEYS = 256  # or a page, where that is larger

@@ -11,7 +11,9 @@ import torch
 
 from batchmla.attention.exact_groups import join, make_exact_groups
 from batchmla.attention.groups import make_groups
-from batchmla.kernels.ops import Groups, Ops, RopeLayout
+from batchmla.attention.spans import read_in_place, whole_runs
+from batchmla.kernels.groups import Groups
+from batchmla.kernels.ops import Ops, ReadsPagesOp, RopeLayout, reads_no_pages
 from batchmla.kv.cache import LayerCache
 from batchmla.kv.layout import KVPart
 from batchmla.kv.step import Step
@@ -50,10 +52,18 @@ class GqaPlan:
     sin_TR: torch.Tensor
 
 
-def plan(step: Step, rope: Rope, dtype: torch.dtype) -> GqaPlan:
+def plan(
+    step: Step,
+    rope: Rope,
+    head_dim: int,
+    dtype: torch.dtype,
+    reads_pages: ReadsPagesOp = reads_no_pages,
+) -> GqaPlan:
     """Once a step."""
     cos_TR, sin_TR = rope.at(step.positions_T)
-    if step.is_exact:
+    if reads_pages(dtype, (head_dim,)):
+        groups = read_in_place(step, whole_runs(step))
+    elif step.is_exact:
         groups = join(*make_exact_groups(step, dtype))
     else:
         groups = make_groups(step, np.arange(step.num_sequences), dtype)

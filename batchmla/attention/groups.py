@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from batchmla.attention.prefixes import shared_prefixes
-from batchmla.kernels.ops import Group, Groups, PageRun
+from batchmla.kernels.groups import Group, Groups, PageRun
 from batchmla.kv.step import HostInts, Step
 
 MAX_DECODE_GROUPS = 4

@@ -14,7 +14,14 @@ import torch
 from batchmla.attention.exact_groups import make_exact_groups
 from batchmla.attention.groups import make_groups
 from batchmla.attention.prefixes import shared_prefixes
-from batchmla.kernels.ops import Groups, MlaDims, Ops, PackKind, RopeLayout
+from batchmla.attention.spans import (
+    expanded_first,
+    prompt_and_generated,
+    read_in_place,
+    whole_runs,
+)
+from batchmla.kernels.groups import Groups
+from batchmla.kernels.ops import MlaDims, Ops, PackKind, ReadsPagesOp, RopeLayout, reads_no_pages
 from batchmla.kv.cache import LayerCache
 from batchmla.kv.layout import KVPart
 from batchmla.kv.step import HostInts, Step
@@ -77,24 +84,50 @@ def expanded_keys(step: Step) -> HostInts:
     return keys_S
 
 
-def plan(step: Step, rope: Rope, dims: MlaDims, forms: MlaForms, dtype: torch.dtype) -> MlaPlan:
+def plan(
+    step: Step,
+    rope: Rope,
+    dims: MlaDims,
+    forms: MlaForms,
+    dtype: torch.dtype,
+    reads_pages: ReadsPagesOp = reads_no_pages,
+) -> MlaPlan:
     """Once a step; an exact step's forms follow from the positions, whatever `forms` says."""
     cos_TR, sin_TR = rope.at(step.positions_T)
+    widths = (dims.nope, dims.rope, dims.value, dims.latent)
+    if reads_pages(dtype, widths):
+        absorbed, expanded = _span_groups(step, dims, forms)
+        return MlaPlan(absorbed=absorbed, expanded=expanded, cos_TR=cos_TR, sin_TR=sin_TR)
     if step.is_exact:
         absorbed, expanded = make_exact_groups(step, dtype)
         return MlaPlan(absorbed=absorbed, expanded=expanded, cos_TR=cos_TR, sin_TR=sin_TR)
     everyone = np.arange(step.num_sequences)
-    if forms is MlaForms.CHEAPEST:
-        queries_S = np.diff(step.host_starts_S1)
-        keys_S = expanded_keys(step)
-        is_expanded_S = is_expansion_cheaper(queries_S, step.host_context_S, dims, keys_S)
-    else:
-        is_expanded_S = np.full(len(everyone), forms is MlaForms.EXPANDED)
+    is_expanded_S = _choose_forms(step, dims, forms)
     return MlaPlan(
         absorbed=make_groups(step, everyone[~is_expanded_S], dtype),
         expanded=make_groups(step, everyone[is_expanded_S], dtype),
         cos_TR=cos_TR,
         sin_TR=sin_TR,
+    )
+
+
+def _choose_forms(step: Step, dims: MlaDims, forms: MlaForms) -> npt.NDArray[np.bool_]:
+    """Which sequences are expanded."""
+    if forms is not MlaForms.CHEAPEST:
+        return np.full(step.num_sequences, forms is MlaForms.EXPANDED)
+    queries_S = np.diff(step.host_starts_S1)
+    return is_expansion_cheaper(queries_S, step.host_context_S, dims, expanded_keys(step))
+
+
+def _span_groups(step: Step, dims: MlaDims, forms: MlaForms) -> tuple[Groups, Groups]:
+    """(absorbed, expanded); an exact step expands what belongs to prompts."""
+    if step.is_exact:
+        prompts, generated = prompt_and_generated(step)
+        return read_in_place(step, generated), expanded_first(step, prompts)
+    runs, is_expanded_S = whole_runs(step), _choose_forms(step, dims, forms)
+    return (
+        read_in_place(step, runs.take(~is_expanded_S)),
+        expanded_first(step, runs.take(is_expanded_S)),
     )
 
 

@@ -177,7 +177,8 @@ def build(config: Config, par: Par, ops: Ops) -> DeepseekV3:
     )
 
     def plan_step(step: Step, dtype: torch.dtype) -> Plans:
-        return {mla.KIND: mla.plan(step, rope, dims, model.mla_forms, dtype)}
+        forms = model.mla_forms
+        return {mla.KIND: mla.plan(step, rope, dims, forms, dtype, ops.reads_pages)}
 
     def build_layer(index: int) -> Layer:
         attention = mla.MlaAttention(

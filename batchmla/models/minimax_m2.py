@@ -151,7 +151,7 @@ def build(config: Config, par: Par, ops: Ops) -> Decoder:
     rope = Rope(config.rope)
 
     def plan_step(step: Step, dtype: torch.dtype) -> Plans:
-        return {gqa.KIND: gqa.plan(step, rope, dtype)}
+        return {gqa.KIND: gqa.plan(step, rope, config.head_dim, dtype, ops.reads_pages)}
 
     def build_layer() -> Layer:
         attention = gqa.GqaAttention(

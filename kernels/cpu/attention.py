@@ -16,7 +16,8 @@ from batchmla.kernels.cpu.linear import one_linear
 from batchmla.kernels.cpu.norm import norm, rope
 from batchmla.kernels.cpu.scratch import Scratch
 from batchmla.kernels.cpu.sdpa import Attended, flash, plain, sdpa
-from batchmla.kernels.ops import Group, Groups, MlaDims, Packed, RopeLayout
+from batchmla.kernels.groups import Group, Groups
+from batchmla.kernels.ops import MlaDims, Packed, RopeLayout
 
 
 def write(cache_PBW: torch.Tensor, slots_T: torch.Tensor, rows_TW: torch.Tensor) -> None:

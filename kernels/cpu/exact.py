@@ -8,6 +8,7 @@ by its groups: `batchmla.attention.exact_groups` cuts them by position alone.
 
 from dataclasses import replace
 from functools import partial
+from typing import Literal
 
 import numpy as np
 import torch
@@ -39,7 +40,7 @@ from batchmla.kernels.cpu.rows import (
 )
 from batchmla.kernels.cpu.scratch import Scratch
 from batchmla.kernels.cpu.sparse import SparseAttention, make_sparse
-from batchmla.kernels.cpu.table import make_ops
+from batchmla.kernels.cpu.table import ExpertLinear, make_torch_ops, over_torch
 from batchmla.kernels.ops import MlaDims, Ops, Packed, PackKind, RopeLayout, RouterDims
 
 
@@ -205,26 +206,32 @@ class ExactProducts:
         return self._trials.counts((is_up, up_HXC.dtype, dims), make)
 
 
-def make_exact() -> Ops:
-    """The CPU back end with everything replaced that mixes rows."""
+def make_exact(form: Literal["cpu", "torch"]) -> Ops:
+    """The CPU back end with everything replaced that mixes rows; compiled kernels mix none."""
     linears = Linears(lays_side_by_side=False)
     products = ExactProducts(linears)
-    scratch, latent = Scratch(), products.latent_products()
-    attention = Attention(scratch, latent, products.splits.attend)
-    hybrid = products.hybrid
-    sparse = SparseAttention(scratch, latent, products.sparse.scores, products.sparse.attend)
-    return replace(
-        make_ops(),
-        pack=linears.pack,
-        packed_bytes=linears.packed_bytes,
-        linear=products.linear,
-        gqa=attention.gqa,
-        mla=attention.mla,
-        route=products.route,
-        experts=products.experts,
-        act_mul=exact_act_mul,
-        rope=rotate_halves,
-        write_latent=exact_write_latent,
-        sparse=make_sparse(sparse),
-        hybrid=make_hybrid(Hybrid(hybrid.attend, hybrid.expert_linear, hybrid.group_products)),
-    )
+
+    def make_plain(latent: LatentProducts, expert_linear: ExpertLinear) -> Ops:
+        scratch, hybrid = Scratch(), products.hybrid
+        attention = Attention(scratch, latent, products.splits.attend)
+        sparse = SparseAttention(scratch, latent, products.sparse.scores, products.sparse.attend)
+        return replace(
+            make_torch_ops(latent, expert_linear),
+            pack=linears.pack,
+            packed_bytes=linears.packed_bytes,
+            linear=products.linear,
+            gqa=attention.gqa,
+            mla=attention.mla,
+            route=products.route,
+            experts=products.experts,
+            act_mul=exact_act_mul,
+            rope=rotate_halves,
+            write_latent=exact_write_latent,
+            sparse=make_sparse(sparse),
+            hybrid=make_hybrid(Hybrid(hybrid.attend, expert_linear, hybrid.group_products)),
+        )
+
+    latent, expert_linear = products.latent_products(), products.hybrid.expert_linear
+    if form == "torch":
+        return make_plain(latent, expert_linear)
+    return over_torch(make_plain, latent, expert_linear)

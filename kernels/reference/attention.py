@@ -5,7 +5,8 @@ from collections.abc import Iterator
 import torch
 import torch.nn.functional as F
 
-from batchmla.kernels.ops import Groups, MlaDims, Packed, RopeLayout
+from batchmla.kernels.groups import Groups
+from batchmla.kernels.ops import MlaDims, Packed, RopeLayout
 from batchmla.kernels.reference.linear import plain
 from batchmla.kernels.reference.norm import norm, rope
 

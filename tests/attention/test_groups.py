@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from batchmla.attention.groups import page_table
-from batchmla.kernels.ops import PageRun
+from batchmla.kernels.groups import PageRun
 from batchmla.kv.step import Step
 
 

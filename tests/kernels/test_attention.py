@@ -9,7 +9,8 @@ from compare import assert_close
 
 from batchmla import kernels
 from batchmla.attention.groups import MAX_DECODE_GROUPS, make_groups, split_by_length
-from batchmla.kernels.ops import Groups, MlaDims, PackKind
+from batchmla.kernels.groups import Groups
+from batchmla.kernels.ops import MlaDims, PackKind
 from batchmla.kv.step import Step
 
 PAGE_TOKENS = 8

@@ -12,6 +12,7 @@ from batchmla.kernels.cpu.rows import COUNTS, RowCounts, aligned, cancelling, fi
 from batchmla.kernels.ops import Packed, PackKind, RopeLayout, RouterDims, Scoring
 
 NUM_ROWS = 150
+FORMS = pytest.mark.parametrize("form", ["cpu", "torch"])
 DTYPES = [torch.bfloat16, torch.float32]
 RowFunction = Callable[[torch.Tensor], torch.Tensor]
 
@@ -34,6 +35,7 @@ def assert_rows_alone(function: RowFunction, x: torch.Tensor) -> torch.Tensor:
     return whole
 
 
+@FORMS
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize(
@@ -46,9 +48,9 @@ def assert_rows_alone(function: RowFunction, x: torch.Tensor) -> torch.Tensor:
     ],
 )
 def test_linears(
-    kind: PackKind, shape: tuple[int, int], has_bias: bool, dtype: torch.dtype
+    form: str, kind: PackKind, shape: tuple[int, int], has_bias: bool, dtype: torch.dtype
 ) -> None:
-    ops = load("cpu", exact=True)
+    ops = load(form, exact=True)
     weight = ops.pack(kind, random(*shape, dtype=dtype))
     bias = random(shape[0], dtype=dtype, seed=1) if has_bias and kind is PackKind.LINEAR else None
     x_TI = random(NUM_ROWS, shape[1], dtype=dtype, seed=2)
@@ -60,20 +62,26 @@ def test_linears(
     assert_close("linear", y_TO, expected, scale=scale)
 
 
+@FORMS
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_linears_of_a_strided_input(dtype: torch.dtype) -> None:
-    ops = load("cpu", exact=True)
+def test_linears_of_a_strided_input(form: str, dtype: torch.dtype) -> None:
+    ops = load(form, exact=True)
     weight = ops.pack(PackKind.LINEAR, random(64, 100, dtype=dtype))
     wide_TX = random(NUM_ROWS, 131, dtype=dtype, seed=2)
     whole = ops.linear(wide_TX[:, 3:103], weight, None)
     assert torch.equal(whole, ops.linear(wide_TX[:, 3:103].contiguous(), weight, None))
 
 
+@FORMS
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("hidden", [48, 64])
 @pytest.mark.parametrize("width", [768, 96])
-def test_experts_and_routing(width: int, dtype: torch.dtype) -> None:
-    ops = load("cpu", exact=True)
-    up, down = random(8, 96, width, dtype=dtype), random(8, width, 48, dtype=dtype, seed=1)
+def test_experts_and_routing(form: str, width: int, hidden: int, dtype: torch.dtype) -> None:
+    ops = load(form, exact=True)
+    up, down = (
+        random(8, 2 * hidden, width, dtype=dtype),
+        random(8, width, hidden, dtype=dtype, seed=1),
+    )
     packed = ops.pack(PackKind.EXPERTS_UP, up), ops.pack(PackKind.EXPERTS_DOWN, down)
     router, bias = random(8, width, seed=3), random(8, seed=4)
     dims = RouterDims(active=3, groups=2, kept_groups=1, normalise=True, scale=2.0)
@@ -90,10 +98,11 @@ def test_experts_and_routing(width: int, dtype: torch.dtype) -> None:
     assert_close("experts", out_TM, expected, scale=2)
 
 
+@FORMS
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("scoring", Scoring)
-def test_the_rest_row_by_row(scoring: Scoring, dtype: torch.dtype) -> None:
-    ops = load("cpu", exact=True)
+def test_the_rest_row_by_row(form: str, scoring: Scoring, dtype: torch.dtype) -> None:
+    ops = load(form, exact=True)
     dims = RouterDims(
         active=2, groups=1, kept_groups=1, normalise=False, scale=1.0, scoring=scoring
     )

@@ -14,7 +14,7 @@ from batchmla.kernels.cpu.experts import MAX_ROWS_AT_ONCE, padded_rows
 from batchmla.kernels.ops import Ops, PackKind, RopeLayout
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
-BACKENDS = ["cpu", "reference"]
+BACKENDS = ["cpu", "torch", "reference"]
 
 
 @pytest.fixture(params=BACKENDS, scope="module")
@@ -75,7 +75,7 @@ def test_missing_prepacking_is_logged_once_and_still_right(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(cpu_linear, "_reorder", lambda _: (_ for _ in ()).throw(RuntimeError("no")))
-    ops = kernels.load("cpu")
+    ops = kernels.load("torch")
     assert "prepacking is off" in caplog.text
     x, weight = random(3, 16).bfloat16(), random(5, 16, seed=1).bfloat16()
     packed = ops.pack(PackKind.LINEAR, weight)
@@ -91,7 +91,7 @@ def test_packed_bytes_are_those_of_the_packed_tensors(
     shape = (3, 2 * width, width) if kind.startswith("experts") else (2 * width, width)
     weight = random(*shape).to(dtype)
     packed = ops.pack(kind, weight)
-    tensors = [*packed.laid_out] + ([] if packed.plain is None else [packed.plain])
+    tensors = [*packed.laid_out, *filter(torch.is_tensor, (packed.plain, packed.panels))]
     held = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
     assert ops.packed_bytes(kind, shape, dtype) == held
 
@@ -148,11 +148,12 @@ def test_padded_rows_are_few_and_not_much_larger() -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 2, 63, MAX_ROWS_AT_ONCE + 1])  # loop and all at once
+@pytest.mark.parametrize("hidden", [144, 160])  # of whole panels or not
 @pytest.mark.parametrize("width", [48, 256])  # one side by side in bfloat16, one looped over
-def test_experts(ops: Ops, dtype: torch.dtype, rows: int, width: int) -> None:
+def test_experts(ops: Ops, dtype: torch.dtype, rows: int, width: int, hidden: int) -> None:
     if ops.name == "reference" and rows > 63:
         pytest.skip("one row after the other: slow, and nothing depends on their number")
-    num_experts, hidden, active = 6, 144, 2
+    num_experts, active = 6, 2
     x = random(rows, width).to(dtype)
     up = random(num_experts, 2 * hidden, width, seed=1, scale=width**-0.5).to(dtype)
     down = random(num_experts, width, hidden, seed=2, scale=hidden**-0.5).to(dtype)

@@ -10,7 +10,7 @@ from batchmla.kernels.ops import Ops, RouterDims, Scoring
 TOKENS, EXPERTS, WIDTH = 17, 24, 20
 
 
-@pytest.fixture(params=["cpu", "reference"], scope="module")
+@pytest.fixture(params=["cpu", "torch", "reference"], scope="module")
 def ops(request: pytest.FixtureRequest) -> Ops:
     return kernels.load(request.param)
 

@@ -1,0 +1,1 @@
+"""C kernels for processors with matrix tiles, compiled on first use; a compiler is needed once."""

@@ -1,0 +1,246 @@
+"""Attention of the compiled kernels: every sequence's pages are read where they lie. Shapes: see
+`batchmla.kernels.ops`."""
+
+import ctypes
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+
+from batchmla.kernels.cpu.native.products import panel_linear
+from batchmla.kernels.cpu.scratch import Scratch
+from batchmla.kernels.groups import Groups, Spans
+from batchmla.kernels.ops import MlaDims, Ops, Packed
+
+WIDTH_UNIT = 32  # of keys and values
+
+
+class _Lanes(ctypes.Structure):
+    """`Lanes` of attention.c."""
+
+    _fields_ = [
+        ("base", ctypes.c_void_p),
+        ("width", ctypes.c_long),
+        ("stride", ctypes.c_long),
+        ("step", ctypes.c_long),
+    ]
+
+
+class _Job(ctypes.Structure):
+    """`Job` of attention.c."""
+
+    _fields_ = [
+        ("q", ctypes.c_void_p),
+        ("out", ctypes.c_void_p),
+        ("q_stride", ctypes.c_long),
+        ("out_stride", ctypes.c_long),
+        ("heads", ctypes.c_long),
+        ("key_heads", ctypes.c_long),
+        ("page_rows", ctypes.c_long),
+        ("table_width", ctypes.c_long),
+        ("sequences", ctypes.c_long),
+        ("table", ctypes.c_void_p),
+        ("table_row", ctypes.c_void_p),
+        ("first_row", ctypes.c_void_p),
+        ("num_queries", ctypes.c_void_p),
+        ("num_keys", ctypes.c_void_p),
+        ("key", _Lanes),
+        ("tail", _Lanes),
+        ("value", _Lanes),
+        ("scale", ctypes.c_float),
+    ]
+
+
+def reads_pages(dtype: torch.dtype, widths: Sequence[int]) -> bool:
+    """Whether keys and values of these widths are served."""
+    return dtype == torch.bfloat16 and all(width % WIDTH_UNIT == 0 for width in widths)
+
+
+def _lanes(rows: torch.Tensor, width: int, *, start: int = 0, step: int = 0) -> _Lanes:
+    """`width` elements from `start` of each row of [..., X], for head h from `start + h * step`."""
+    row_values = rows.shape[-1]
+    return _Lanes(rows.data_ptr() + start * rows.element_size(), width, row_values, step)
+
+
+class NativeAttention:
+    """gqa and mla; groups without spans go to the torch forms."""
+
+    def __init__(
+        self,
+        library: ctypes.CDLL,
+        plain: Ops,
+        scratch: Scratch,
+    ) -> None:
+        self._library = library
+        self._plain = plain
+        self._scratch = scratch
+
+    def gqa(
+        self,
+        q_THD: torch.Tensor,
+        key_PBW: torch.Tensor,
+        value_PBW: torch.Tensor,
+        groups: Groups,
+        scale: float,
+    ) -> torch.Tensor:
+        """Grouped-query attention."""
+        if not groups.spans:
+            return self._plain.gqa(q_THD, key_PBW, value_PBW, groups, scale)
+        num_tokens, num_heads, head_dim = q_THD.shape
+        if q_THD.stride()[1:] != (head_dim, 1):
+            q_THD = q_THD.contiguous()
+        out_TX = q_THD.new_empty(num_tokens, num_heads * head_dim)
+        key_heads = key_PBW.shape[2] // head_dim
+        for spans in groups.spans:
+            self._attend(
+                q_THD, out_TX, spans, spans.first_row_G, num_heads // key_heads, key_heads, scale,
+                key=_lanes(key_PBW, head_dim, step=head_dim),
+                tail=_Lanes(None, 0, 0, 0),
+                value=_lanes(value_PBW, head_dim, step=head_dim),
+            )  # fmt: skip
+        return out_TX
+
+    def mla(
+        self,
+        q_THD: torch.Tensor,
+        cache_PBW: torch.Tensor,
+        kv_b: Packed,
+        absorbed: Groups,
+        expanded: Groups,
+        dims: MlaDims,
+    ) -> torch.Tensor:
+        """Multi-head latent attention in both forms."""
+        if not absorbed.spans and not expanded.spans:
+            return self._plain.mla(q_THD, cache_PBW, kv_b, absorbed, expanded, dims)
+        q_THD = q_THD.contiguous()
+        out_TX = q_THD.new_empty(len(q_THD), dims.heads * dims.value)
+        for spans in absorbed.spans:
+            self._absorbed(q_THD, cache_PBW, kv_b, spans, dims, out_TX)
+        for spans in expanded.spans:
+            self._expanded(q_THD, cache_PBW, kv_b, spans, dims, out_TX)
+        return out_TX
+
+    def _absorbed(
+        self,
+        q_THD: torch.Tensor,
+        cache_PBW: torch.Tensor,
+        kv_b: Packed,
+        spans: Spans,
+        dims: MlaDims,
+        out_TX: torch.Tensor,
+    ) -> None:
+        """All heads read the latent rows; the up-projections move to queries and results."""
+        assert kv_b.plain is not None and kv_b.panels is not None
+        rows_N = None if spans.num_rows == len(q_THD) else spans.rows()
+        q_NHD, first_row_G = q_THD, spans.first_row_G
+        if rows_N is not None:
+            q_NHD = q_THD.index_select(0, rows_N)
+            first_row_G = np.cumsum(spans.num_queries_G) - spans.num_queries_G
+        num_rows, head_rows = len(q_NHD), dims.nope + dims.value
+        q_NHX = q_NHD.new_empty(num_rows, dims.heads, dims.latent + dims.rope)
+        q_NHX[..., dims.latent :] = q_NHD[..., dims.nope :]
+        self._heads(
+            self._library.bmla_heads_up, q_NHD, num_rows, kv_b.plain, 0, head_rows * dims.latent,
+            (dims.nope, dims.latent), q_NHX, q_NHX.stride()[:2],
+        )  # fmt: skip
+        z_NHC = q_NHX.new_empty(num_rows, dims.heads, dims.latent)
+        self._attend(
+            q_NHX, z_NHC, spans, first_row_G, dims.heads, 1, dims.scale,
+            key=_lanes(cache_PBW, dims.latent + dims.rope),
+            tail=_Lanes(None, 0, 0, 0),
+            value=_lanes(cache_PBW, dims.latent),
+        )  # fmt: skip
+        out_NX = out_TX if rows_N is None else out_TX.new_empty(num_rows, out_TX.shape[1])
+        self._heads(
+            self._library.bmla_heads, z_NHC, num_rows, kv_b.panels, dims.nope * dims.latent,
+            head_rows * dims.latent, (dims.latent, dims.value), out_NX,
+            (out_NX.stride(0), dims.value),
+        )  # fmt: skip
+        if rows_N is not None:
+            out_TX.index_copy_(0, rows_N, out_NX)
+
+    def _heads(
+        self,
+        product: Callable[..., None],
+        x_NHI: torch.Tensor,
+        num_rows: int,
+        weight: torch.Tensor,
+        start: int,
+        step: int,
+        sizes: tuple[int, int],
+        out: torch.Tensor,
+        out_strides: Sequence[int],
+    ) -> None:
+        """A product for every head; its weight lies `step` elements behind the one before."""
+        product(
+            ctypes.c_void_p(x_NHI.data_ptr()),
+            *map(ctypes.c_long, (x_NHI.stride(0), x_NHI.stride(1), num_rows)),
+            ctypes.c_void_p(weight.data_ptr() + start * weight.element_size()),
+            *map(ctypes.c_long, (step, *sizes)),
+            ctypes.c_void_p(out.data_ptr()),
+            *map(ctypes.c_long, (*out_strides, x_NHI.shape[1])),
+            ctypes.c_int(torch.get_num_threads()),
+        )
+
+    def _expanded(
+        self,
+        q_THD: torch.Tensor,
+        cache_PBW: torch.Tensor,
+        kv_b: Packed,
+        spans: Spans,
+        dims: MlaDims,
+        out_TX: torch.Tensor,
+    ) -> None:
+        """Keys and values of every head are made from the latent rows, each page once."""
+        assert spans.pages_U is not None, "expanded sequences name the pages they expand"
+        page_tokens, row_width = cache_PBW.shape[1:]
+        pages = self._scratch.take("pages", (len(spans.pages_U), page_tokens, row_width), cache_PBW)
+        torch.index_select(cache_PBW, 0, spans.pages_U, out=pages)
+        rows_LX = pages.flatten(0, 1)
+        kv_LX = panel_linear(self._library, rows_LX[:, : dims.latent], kv_b)
+        step = dims.nope + dims.value
+        self._attend(
+            q_THD, out_TX, spans, spans.first_row_G, 1, dims.heads, dims.scale,
+            key=_lanes(kv_LX, dims.nope, step=step),
+            tail=_lanes(rows_LX, dims.rope, start=dims.latent),
+            value=_lanes(kv_LX, dims.value, start=dims.nope, step=step),
+        )  # fmt: skip
+
+    def _attend(
+        self,
+        q: torch.Tensor,
+        out: torch.Tensor,
+        spans: Spans,
+        first_row_G: np.ndarray[tuple[int], np.dtype[np.int64]],
+        heads: int,
+        key_heads: int,
+        scale: float,
+        *,
+        key: _Lanes,
+        tail: _Lanes,
+        value: _Lanes,
+    ) -> None:
+        """One call for all sequences of the spans."""
+        pages_GP = spans.pages_GP
+        job = _Job(
+            q=q.data_ptr(),
+            out=out.data_ptr(),
+            q_stride=q.stride(0),
+            out_stride=out.stride(0),
+            heads=heads,
+            key_heads=key_heads,
+            page_rows=spans.page_tokens,
+            table_width=pages_GP.shape[1],
+            sequences=len(first_row_G),
+            table=pages_GP.ctypes.data,
+            table_row=spans.table_row_G.ctypes.data,
+            first_row=first_row_G.ctypes.data,
+            num_queries=spans.num_queries_G.ctypes.data,
+            num_keys=spans.num_keys_G.ctypes.data,
+            key=key,
+            tail=tail,
+            value=value,
+            scale=scale,
+        )
+        if self._library.bmla_attend(ctypes.byref(job), ctypes.c_int(torch.get_num_threads())):
+            raise MemoryError("no memory for the buffers of attention")

@@ -1,0 +1,110 @@
+"""Compiles the C sources beside this file once a machine, and loads the result.
+
+The library lies in the user's cache folder under a name that holds a digest of the sources, the
+flags and the compiler, so that none of them changes unnoticed.
+"""
+
+import ctypes
+import hashlib
+import logging
+import os
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+SOURCES = ("amx.h", "gemm.c", "attention.c", "rows.c", "route.c")
+NEEDED = frozenset(
+    {"amx_tile", "amx_bf16", "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16"}
+)
+FLAGS = (
+    "-std=gnu11", "-O3", "-shared", "-fPIC", "-fopenmp", "-mfma", "-mavx512f", "-mavx512bw",
+    "-mavx512dq", "-mavx512vl", "-mavx512bf16", "-mamx-tile", "-mamx-bf16",
+)  # fmt: skip
+COMPILERS = ("cc", "gcc", "clang")
+COMPILE_S = 120
+
+
+class Unavailable(Exception):
+    """Why this machine runs without the compiled kernels, in a few words."""
+
+
+def load_library() -> ctypes.CDLL:
+    """The library, compiled if it is not there yet. Raises Unavailable."""
+    lacking = sorted(NEEDED - _processor_flags())
+    if lacking:
+        raise Unavailable(f"the processor lacks {', '.join(lacking)}")
+    compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
+    if compiler is None:
+        raise Unavailable(f"no C compiler ({', '.join(COMPILERS)}) is installed")
+    path = _folder() / f"kernels-{_digest(compiler)}.so"
+    if not path.exists():
+        _compile(compiler, path)
+    try:
+        library = ctypes.CDLL(str(path))
+    except OSError as error:
+        raise Unavailable(f"{path} cannot be loaded: {error}") from None
+    if library.bmla_request_tiles() != 0:
+        raise Unavailable("the system does not grant the use of matrix tiles")
+    return library
+
+
+def library_name(library: ctypes.CDLL) -> str:
+    """The file's name without its ending: it changes with the kernels and the compiler."""
+    return Path(library._name).stem
+
+
+def _processor_flags() -> frozenset[str]:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return frozenset()
+    flags = next((line for line in lines if line.startswith("flags")), "")
+    return frozenset(flags.partition(":")[2].split())
+
+
+def _folder() -> Path:
+    """The user's cache folder, or where that cannot be written one for temporary files."""
+    try:
+        folder = Path.home() / ".cache" / "batchmla"
+        folder.mkdir(parents=True, exist_ok=True)
+        if os.access(folder, os.W_OK):
+            return folder
+    except (OSError, RuntimeError):
+        pass
+    folder = Path(tempfile.gettempdir()) / f"batchmla-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    if folder.stat().st_uid != os.getuid():
+        raise Unavailable(f"{folder} belongs to another user")
+    return folder
+
+
+def _digest(compiler: str) -> str:
+    version = subprocess.run(
+        [compiler, "--version"], capture_output=True, timeout=COMPILE_S, check=False
+    )
+    digest = hashlib.sha256(version.stdout + " ".join(FLAGS).encode())
+    for name in SOURCES:
+        digest.update(Path(__file__).with_name(name).read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _compile(compiler: str, path: Path) -> None:
+    """Whole or not at all: another process may do the same."""
+    sources = [str(Path(__file__).with_name(name)) for name in SOURCES if name.endswith(".c")]
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        made = Path(folder) / path.name
+        try:
+            done = subprocess.run(
+                [compiler, *FLAGS, *sources, "-lm", "-o", str(made)],
+                capture_output=True, text=True, timeout=COMPILE_S, check=False,
+            )  # fmt: skip
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise Unavailable(f"{compiler} failed: {error}") from None
+        if done.returncode != 0:
+            last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+            raise Unavailable(f"{compiler} failed: {last}")
+        made.replace(path)
+    logger.info("compiled the CPU kernels to %s", path)

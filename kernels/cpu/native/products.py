@@ -1,0 +1,142 @@
+"""Linears and experts of the compiled kernels. Shapes: see `batchmla.kernels.ops`.
+
+What they do not serve (other dtypes, features that are no multiple of 32) goes to the torch forms.
+"""
+
+import ctypes
+import math
+
+import torch
+import torch.nn.functional as F
+
+from batchmla.kernels.cpu.scratch import Scratch
+from batchmla.kernels.ops import Ops, Packed, PackKind
+
+PANEL = 32  # outputs side by side in a packed weight
+DEPTH = 32  # inputs of one tile
+KINDS = (
+    PackKind.LINEAR,
+    PackKind.LOGITS,
+    PackKind.LATENT,
+    PackKind.EXPERTS_UP,
+    PackKind.EXPERTS_DOWN,
+)
+
+
+def is_served(kind: PackKind, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
+    """Whether a weight can be packed in panels; up and down of the same experts alike."""
+    if kind not in KINDS or dtype != torch.bfloat16 or shape[-1] % DEPTH:
+        return False
+    unit = {PackKind.EXPERTS_UP: 2 * PANEL, PackKind.EXPERTS_DOWN: PANEL}.get(kind, 1)
+    return shape[-2] % unit == 0
+
+
+def lay_out(kind: PackKind, weight: torch.Tensor) -> torch.Tensor:
+    """[…, O/32, I/32, 2, 16, 16, 2]; of experts' up weights a panel is 16 gates and their ups."""
+    columns = weight.shape[-1]
+    if kind is PackKind.EXPERTS_UP:
+        rows = weight.view(len(weight), 2, -1, 16, columns).transpose(1, 2)
+    else:
+        rows = F.pad(weight, (0, 0, 0, -weight.shape[-2] % PANEL))
+    tiles = rows.reshape(*weight.shape[:-2], -1, 2, 16, columns // DEPTH, 16, 2)
+    # …, panel, half, n, k, pair, 2 → …, panel, k, half, pair, n, 2
+    return tiles.movedim(-3, -5).transpose(-3, -2).contiguous()
+
+
+def panel_linear(
+    library: ctypes.CDLL, x_TI: torch.Tensor, weight: Packed, bias_O: torch.Tensor | None = None
+) -> torch.Tensor:
+    """x·Wᵀ + b with a weight in panels."""
+    assert weight.panels is not None
+    if x_TI.stride(1) != 1:
+        x_TI = x_TI.contiguous()
+    is_float = weight.kind is PackKind.LOGITS
+    outputs, depth = weight.shape
+    y_TO = x_TI.new_empty(len(x_TI), outputs, dtype=torch.float32 if is_float else torch.bfloat16)
+    library.bmla_linear(
+        ctypes.c_void_p(x_TI.data_ptr()),
+        *map(ctypes.c_long, (x_TI.stride(0), len(x_TI))),
+        ctypes.c_void_p(weight.panels.data_ptr()),
+        *map(ctypes.c_long, (depth, outputs)),
+        ctypes.c_void_p(None if bias_O is None else bias_O.data_ptr()),
+        ctypes.c_void_p(y_TO.data_ptr()),
+        ctypes.c_long(outputs),
+        ctypes.c_int(is_float),
+        ctypes.c_int(torch.get_num_threads()),
+    )
+    return y_TO
+
+
+def panel_expert_linear(
+    library: ctypes.CDLL, x_TI: torch.Tensor, weight: Packed, index: int
+) -> torch.Tensor:
+    """x·Wᵀ of one expert; gates come before ups."""
+    assert weight.panels is not None
+    one = Packed(weight.kind, weight.shape[1:], panels=weight.panels[index])
+    y_TO = panel_linear(library, x_TI, one)
+    if weight.kind is not PackKind.EXPERTS_UP:
+        return y_TO
+    return y_TO.view(len(y_TO), -1, 2, 16).transpose(1, 2).flatten(1)
+
+
+class NativeProducts:
+    """pack, packed_bytes, linear and experts."""
+
+    def __init__(self, library: ctypes.CDLL, plain: Ops, scratch: Scratch) -> None:
+        self._library = library
+        self._plain = plain
+        self._scratch = scratch
+
+    def packed_bytes(self, kind: PackKind, shape: tuple[int, ...], dtype: torch.dtype) -> int:
+        """One form, latent weights plain too; outputs are padded to whole panels."""
+        if not is_served(kind, shape, dtype):
+            return self._plain.packed_bytes(kind, shape, dtype)
+        outputs = -(-shape[-2] // PANEL) * PANEL
+        plain_bytes = 2 * math.prod(shape) if kind is PackKind.LATENT else 0
+        return 2 * math.prod(shape[:-2]) * outputs * shape[-1] + plain_bytes
+
+    def pack(self, kind: PackKind, weight: torch.Tensor) -> Packed:
+        """Panels, where they are served."""
+        if weight.device.type != "cpu" or not is_served(kind, tuple(weight.shape), weight.dtype):
+            return self._plain.pack(kind, weight)
+        plain = weight if kind is PackKind.LATENT else None
+        return Packed(kind, tuple(weight.shape), plain, panels=lay_out(kind, weight))
+
+    def linear(
+        self, x_TI: torch.Tensor, weight: Packed, bias_O: torch.Tensor | None
+    ) -> torch.Tensor:
+        """x·Wᵀ + b."""
+        if weight.panels is None:
+            return self._plain.linear(x_TI, weight, bias_O)
+        return panel_linear(self._library, x_TI, weight, bias_O)
+
+    def experts(
+        self,
+        x_TM: torch.Tensor,
+        weights_TA: torch.Tensor,
+        ids_TA: torch.Tensor,
+        up: Packed,
+        down: Packed,
+    ) -> torch.Tensor:
+        """Every expert over the tokens it received, a token's experts summed as it chose them."""
+        if up.panels is None or down.panels is None:
+            return self._plain.experts(x_TM, weights_TA, ids_TA, up, down)
+        num_tokens, width = x_TM.shape
+        active, hidden = ids_TA.shape[1], down.shape[2]
+        work = self._scratch.take("experts", (num_tokens * active, 2 * width + hidden), x_TM)
+        out_TM = torch.empty_like(x_TM)
+        x_TM, weights_TA, ids_TA = x_TM.contiguous(), weights_TA.contiguous(), ids_TA.contiguous()
+        failed = self._library.bmla_experts(
+            ctypes.c_void_p(x_TM.data_ptr()),
+            *map(ctypes.c_long, (num_tokens, width, hidden, up.shape[0], active)),
+            ctypes.c_void_p(ids_TA.data_ptr()),
+            ctypes.c_void_p(weights_TA.data_ptr()),
+            ctypes.c_void_p(up.panels.data_ptr()),
+            ctypes.c_void_p(down.panels.data_ptr()),
+            ctypes.c_void_p(work.data_ptr()),
+            ctypes.c_void_p(out_TM.data_ptr()),
+            ctypes.c_int(torch.get_num_threads()),
+        )
+        if failed:
+            raise MemoryError("no memory for the tables of the experts")
+        return out_TM

@@ -1,0 +1,94 @@
+/* Row by row: norms, rotations, cache rows, activations. Sums run in float32, each row by itself. */
+#include <math.h>
+#include <omp.h>
+
+#include "amx.h"
+
+static float square_sum(const bf16 *x, const bf16 *y, long width, bf16 *total) {
+    __m512 sum = _mm512_setzero_ps();
+    for (long at = 0; at < width; at += TILE) {
+        __mmask16 mask = first(width - at);
+        __m512 value = wide_some(x + at, mask);
+        if (y) {
+            __m256i rounded = narrow(_mm512_add_ps(value, wide_some(y + at, mask)));
+            _mm256_mask_storeu_epi16(total + at, mask, rounded);
+            value = _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(rounded), 16));
+        }
+        sum = _mm512_fmadd_ps(value, value, sum);
+    }
+    return _mm512_reduce_add_ps(sum);
+}
+
+static void scale_row(const bf16 *x, const bf16 *weight, long width, float scale, bf16 *out) {
+    const __m512 factor = _mm512_set1_ps(scale);
+    for (long at = 0; at < width; at += TILE) {
+        __mmask16 mask = first(width - at);
+        __m512 value = _mm512_mul_ps(wide_some(x + at, mask), factor);
+        value = _mm512_mul_ps(value, wide_some(weight + at, mask));
+        _mm256_mask_storeu_epi16(out + at, mask, narrow(value));
+    }
+}
+
+/* out = weight * t / sqrt(mean(t^2) + eps) with t = x, or x + y rounded and kept in `total`. */
+void bmla_norm(const bf16 *x, long x_stride, const bf16 *y, bf16 *total, const bf16 *weight,
+               long rows, long width, float eps, bf16 *out, int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (long row = 0; row < rows; row++) {
+        const bf16 *source = x + row * x_stride;
+        bf16 *kept = y ? total + row * width : 0;
+        float sum = square_sum(source, y ? y + row * width : 0, width, kept);
+        float scale = 1.0f / sqrtf(sum / (float)width + eps);
+        scale_row(y ? kept : source, weight, width, scale, out + row * width);
+    }
+}
+
+/* Rotates `width` values: pairs (2i, 2i+1), or (i, i + width/2) with `is_halves`. */
+static void rotate(const bf16 *x, bf16 *out, const float *cos, const float *sin, long width,
+                   int is_halves) {
+    const long half = width / 2;
+    for (long i = 0; i < half; i++) {
+        long one = is_halves ? i : 2 * i, two = is_halves ? i + half : 2 * i + 1;
+        uint32_t bits[2] = {(uint32_t)x[one] << 16, (uint32_t)x[two] << 16};
+        float a, b;
+        memcpy(&a, &bits[0], 4);
+        memcpy(&b, &bits[1], 4);
+        __m128 turned = _mm_set_ps(0, 0, fmaf(b, cos[i], a * sin[i]), fmaf(a, cos[i], -(b * sin[i])));
+        uint64_t narrowed = (uint64_t)_mm_cvtsi128_si64((__m128i)_mm_cvtneps_pbh(turned));
+        out[one] = (bf16)narrowed;
+        out[two] = (bf16)(narrowed >> 16);
+    }
+}
+
+/* In place, `heads` heads a row. */
+void bmla_rope(bf16 *x, long rows, long heads, long row_stride, long head_stride, const float *cos,
+               const float *sin, long width, int is_halves, int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static) if (rows * heads > 64)
+    for (long row = 0; row < rows; row++)
+        for (long head = 0; head < heads; head++) {
+            bf16 *at = x + row * row_stride + head * head_stride;
+            rotate(at, at, cos + row * width / 2, sin + row * width / 2, width, is_halves);
+        }
+}
+
+/* cache[slot] = norm of the first `latent` values, then the rotated `width` others. */
+void bmla_write_latent(bf16 *cache, const int64_t *slots, const bf16 *x, long x_stride, long rows,
+                       const bf16 *weight, long latent, float eps, const float *cos,
+                       const float *sin, long width, int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (long row = 0; row < rows; row++) {
+        const bf16 *source = x + row * x_stride;
+        bf16 *target = cache + slots[row] * (latent + width);
+        float scale = 1.0f / sqrtf(square_sum(source, 0, latent, 0) / (float)latent + eps);
+        scale_row(source, weight, latent, scale, target);
+        rotate(source + latent, target + latent, cos + row * width / 2, sin + row * width / 2,
+               width, 0);
+    }
+}
+
+/* cache[slot] = row */
+void bmla_write(char *cache, const int64_t *slots, const char *x, long x_bytes, long rows,
+                long row_bytes, int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static) if (rows * row_bytes > 65536)
+    for (long row = 0; row < rows; row++)
+        memcpy(cache + slots[row] * row_bytes, x + row * x_bytes, (size_t)row_bytes);
+}

@@ -1,0 +1,37 @@
+"""A CPU back end with the compiled kernels in the place of what they serve."""
+
+import ctypes
+from dataclasses import replace
+
+from batchmla.kernels.cpu.native.attention import NativeAttention, reads_pages
+from batchmla.kernels.cpu.native.products import NativeProducts
+from batchmla.kernels.cpu.native.rows import NativeRows
+from batchmla.kernels.cpu.scratch import Scratch
+from batchmla.kernels.ops import Ops
+
+
+def compiled(plain: Ops, library: ctypes.CDLL, name: str) -> Ops:
+    """`plain` with products, attention and row-wise ops from the library.
+
+    A row of any of them depends on itself only, so an exact back end stays exact.
+    """
+    scratch = Scratch()
+    served, rows = NativeProducts(library, plain, scratch), NativeRows(library, plain)
+    attention = NativeAttention(library, plain, scratch)
+    return replace(
+        plain,
+        name=name,
+        pack=served.pack,
+        packed_bytes=served.packed_bytes,
+        linear=served.linear,
+        experts=served.experts,
+        norm=rows.norm,
+        add_norm=rows.add_norm,
+        rope=rows.rope,
+        write=rows.write,
+        write_latent=rows.write_latent,
+        route=rows.route,
+        gqa=attention.gqa,
+        mla=attention.mla,
+        reads_pages=reads_pages,
+    )
