@@ -7,7 +7,7 @@ tokens are the bytes that our own decoder gives them; control tokens are never p
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -19,6 +19,7 @@ from batchmla.text.tokenizer import Tokenizer
 
 KINDS = ("json_schema", "regex", "choice", "grammar")
 WHITE_SPACE = r"[ \n\r\t]{1,40}"  # between the tokens of JSON; without an end a model may go on
+MOST_KEPT = 256  # grammars; rows may bring more, which are compiled again when they are due
 _ONES = 0xFFFFFFFF
 
 
@@ -65,11 +66,11 @@ class CompiledGrammar:
     """A `Grammar`."""
 
     compiler: "GrammarCompiler"
-    first: Any  # a matcher at the beginning, to be copied
+    text: str  # as the library takes it; what is made of it is the compiler's to keep
 
     def start(self) -> Content:
         """The state of an empty content."""
-        return Content(self.first.deep_copy())
+        return Content(self.compiler.first(self.text).deep_copy())
 
     def fill(self, states: Sequence[GrammarState], masks_NW: npt.NDArray[np.int32]) -> None:
         """The masks of all states at once."""
@@ -95,22 +96,17 @@ class GrammarCompiler:
         wrapper = llguidance.TokenizerWrapper(vocabulary)
         self._tokens = llguidance.LLTokenizer(wrapper, n_vocab=len(vocabulary.tokens))
         self._executor = llguidance.LLExecutor()
-        self._made: dict[str, CompiledGrammar | BadGrammar] = {}
+        self.first = lru_cache(maxsize=MOST_KEPT)(self._first)  # text → matcher at its beginning
+        self._checked = lru_cache(maxsize=MOST_KEPT)(self._check)
 
     def compile(self, kind: str, value: Any) -> CompiledGrammar:
         """The grammar of a JSON schema (a map or true), a regex, a list of choices, or in Lark.
 
         Raises BadGrammar where it cannot be read or no text at all follows it.
         """
-        key = json.dumps([kind, value])  # the order of properties counts
-        if key not in self._made:
-            try:
-                self._made[key] = self._compile(kind, value)
-            except BadGrammar as fault:
-                self._made[key] = fault
-        made = self._made[key]
-        if isinstance(made, BadGrammar):
-            raise made
+        made = self._checked(kind, json.dumps(value))  # the order of properties counts
+        if isinstance(made, str):
+            raise BadGrammar(made)
         return made
 
     def fill(self, states: Sequence[GrammarState], masks_NW: npt.NDArray[np.int32]) -> None:
@@ -126,23 +122,25 @@ class GrammarCompiler:
         num_words = min(self._num_words, masks_NW.shape[1])
         masks_NW[:, :num_words] = filled_NW[:, :num_words]
 
-    def _compile(self, kind: str, value: Any) -> CompiledGrammar:
+    def _check(self, kind: str, value_text: str) -> CompiledGrammar | str:
+        """The grammar, or what is wrong with it."""
         try:
-            text = self._text(kind, value)
+            text = self._text(kind, json.loads(value_text))
         except ValueError as fault:
-            raise BadGrammar(_sentence(str(fault))) from None
+            return _sentence(str(fault))
         message = self._library.LLMatcher.validate_grammar(text, self._tokens)
         if message and not message.startswith("WARNING"):
-            raise BadGrammar(_sentence(message))
-        matcher = self._library.LLMatcher(self._tokens, text, log_level=0)
-        if matcher.is_error():
-            raise BadGrammar(_sentence(matcher.get_error()))
-        made = CompiledGrammar(self, matcher)
+            return _sentence(message)
+        made = CompiledGrammar(self, text)
+        begun = made.start()
+        if begun.fault is not None:
+            return begun.fault
         masks = np.zeros((1, self._num_words), np.int32)
-        self.fill([made.start()], masks)
-        if not masks.any():
-            raise BadGrammar("no text follows it")
-        return made
+        self.fill([begun], masks)
+        return made if masks.any() else "no text follows it"
+
+    def _first(self, text: str) -> Any:
+        return self._library.LLMatcher(self._tokens, text, log_level=0)
 
     def _text(self, kind: str, value: Any) -> str:
         """The grammar as llguidance takes it."""
