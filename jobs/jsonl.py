@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 _SURROGATE_ESCAPE = re.compile(r"\\u[dD][89a-fA-F]")
 _RAW_SURROGATE_ESCAPE = re.compile(rb"\\u[dD][89a-fA-F]")
-_SPACED_QUOTES = ('" ', '"\t', '"\r')
+_SPACES = ('" ', "\t", "\r")  # those that may stand between a key and its colon
 _MAX_DEPTH = 32  # of objects whose keys are counted
 
 
@@ -146,9 +146,10 @@ def _doubtful(texts: Sequence[str], objects: Sequence[dict[str, Any]]) -> list[i
 def _is_doubtful(text: str, num_keys: int) -> bool:
     """Whether JSON text may have more keys than were kept of it, or a lone surrogate.
 
-    Where no quote is before white space each key ends with `":`, as quotes inside of text may do.
+    Where no quote is before a space and there are no tabs, each key ends with `":`, as quotes
+    inside of text may do.
     """
-    if text.count('":') != num_keys or any(mark in text for mark in _SPACED_QUOTES):
+    if text.count('":') != num_keys or any(mark in text for mark in _SPACES):
         return True
     return "\\u" in text and _SURROGATE_ESCAPE.search(text) is not None
 

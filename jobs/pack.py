@@ -134,16 +134,13 @@ class Packer:
             self._changed.notify_all()
 
     def _with_length(self, prompt: Prompt) -> Prompt:
-        """The prompt with what its completion is expected to take."""
-        return Prompt(
-            row_id=prompt.row_id,
-            index=prompt.index,
-            sample=prompt.sample,
-            params=prompt.params,
-            token_ids=prompt.token_ids,
-            stream_key=prompt.stream_key,
-            expected_tokens=self.estimate.expected(prompt.params),
-        )
+        """The prompt with what its completion is expected to take.
+
+        It is put into the prompt, which nobody else has had yet: a second one would cost more than
+        all else that is done here.
+        """
+        object.__setattr__(prompt, "expected_tokens", self.estimate.expected(prompt.params))
+        return prompt
 
     # under the lock
 
