@@ -20,6 +20,7 @@ from batchmla.jobs.sampling_values import (
     read_value,
 )
 from batchmla.jobs.settings import ColumnRef, SamplingSettings, StructuredSettings
+from batchmla.jobs.structured import without_nulls
 
 Source = Literal["job", "generation_config", "default"]
 
@@ -73,10 +74,13 @@ class Sampling:
             name: (f"sampling.{name} from column {column!r}", row.get(column))
             for name, column in self.columns.items()
         }
-        kind = self.structured_kind
-        if kind is not None and given["structured"][1] is not None:
-            where = f"sampling.structured.{kind} from column {self.columns['structured']!r}"
-            given["structured"] = (where, {kind: given["structured"][1]})
+        where, value = given.get("structured", ("", None))
+        if value is not None:
+            value, kind = without_nulls(value), self.structured_kind
+            if kind is not None:
+                where = f"sampling.structured.{kind} from column {self.columns['structured']!r}"
+                value = {kind: value}
+            given["structured"] = (where, value)
         return given
 
 

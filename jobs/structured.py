@@ -10,8 +10,7 @@ KINDS = ("json_schema", "regex", "choice", "grammar")
 def read_structured(value: Any) -> dict[str, Any]:
     """{kind: what it must be} of a map with one key, or of its JSON text.
 
-    Keys with null count as not given, as Arrow has them in structs. Raises ValueError with what it
-    must be.
+    Kinds with null count as not given. Raises ValueError with what it must be.
     """
     if isinstance(value, str):
         value = _parsed(value)
@@ -26,9 +25,15 @@ def read_structured(value: Any) -> dict[str, Any]:
 def read_kind(kind: str, value: Any) -> Any:
     """The value of one kind in its plain form. Raises ValueError with what it must be."""
     if kind == "json_schema":
-        schema = _parsed(value) if isinstance(value, str) else _without_nulls(value)
+        schema = _parsed(value) if isinstance(value, str) else value
         if not isinstance(schema, Mapping | bool):
             raise ValueError("it must be a JSON schema: a map, or the JSON text of one")
+        try:
+            json.dumps(schema, allow_nan=False)
+        except (TypeError, ValueError) as fault:
+            raise ValueError(
+                f"it must be a JSON schema, and holds something else: {fault}"
+            ) from None
         return schema
     if kind == "choice":
         is_list = isinstance(value, Sequence) and not isinstance(value, str)
@@ -95,8 +100,10 @@ def _parsed(text: str) -> Any:
         raise ValueError(f"it must be JSON text: {fault}") from None
 
 
-def _without_nulls(value: Any) -> Any:
-    """Structs of a column have every key of every row; those that a row lacks are null."""
+def without_nulls(value: Any) -> Any:
+    """A column's value. Its structs have every key of every row, null where the row has none; a
+    schema in which null means something has to be given as JSON text.
+    """
     if isinstance(value, Mapping):
-        return {key: _without_nulls(one) for key, one in value.items() if one is not None}
-    return [_without_nulls(one) for one in value] if isinstance(value, list) else value
+        return {key: without_nulls(one) for key, one in value.items() if one is not None}
+    return [without_nulls(one) for one in value] if isinstance(value, list) else value
