@@ -306,7 +306,7 @@ def test_dummy_weights_are_the_same_on_every_run_and_of_sane_size(saved: dict[st
     assert not torch.equal(first, second)
 
 
-@pytest.mark.parametrize("backend", ["reference", "cpu"])
+@pytest.mark.parametrize("backend", ["reference", "cpu", "torch"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", TINY)
 def test_counted_bytes_are_those_of_the_loaded_model(
@@ -317,6 +317,6 @@ def test_counted_bytes_are_those_of_the_loaded_model(
     held = {}
     for _, weight in model.named_weights():  # type: ignore[attr-defined]
         packed = weight.packed
-        for tensor in (*packed.laid_out, *(() if packed.plain is None else (packed.plain,))):
+        for tensor in (*packed.laid_out, *filter(torch.is_tensor, (packed.plain, packed.panels))):
             held[id(tensor)] = math.prod(tensor.shape) * tensor.element_size()
     assert count_model(raw, Placement(), ops, dtype).weights_bytes == sum(held.values())
