@@ -8,19 +8,25 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from batchmla.attention.groups import MAX_CHUNK_KEYS
 from batchmla.core import EngineOptions
+from batchmla.engine.group import Limits
 from batchmla.engine.hardware import Hardware
-from batchmla.engine.scheduler import Limits
 from batchmla.engine.settle import (
     settle_backend,
     settle_dtype,
     settle_exact,
     settle_placement,
 )
+from batchmla.engine.workspace import Workspace
 from batchmla.errors import DeviceError, JobError
-from batchmla.kv.capacity import MemoryBudget, kv_capacity_tokens, pages_within, pool_bytes
-from batchmla.kv.layout import DTYPE_BYTES, KVLayout, Resume
+from batchmla.kv.capacity import (
+    MemoryBudget,
+    kv_capacity_tokens,
+    lanes_for,
+    pages_within,
+    pool_bytes,
+)
+from batchmla.kv.layout import DTYPE_BYTES, KVLayout
 from batchmla.models.base import ModelConfig
 from batchmla.placement import Placement
 
@@ -48,6 +54,7 @@ class EngineConfig:
     num_pages: int
     max_model_len: int
     max_num_seqs: int
+    num_lanes: int  # of windows and states: of running sequences, and of kept prefixes
     max_batched_tokens: int
     prefix_caching: bool
     deterministic: bool
@@ -68,48 +75,13 @@ class EngineConfig:
             max_batched_tokens=self.max_batched_tokens,
             prefix_caching=self.prefix_caching,
             share_generated=not self.deterministic,
+            snapshot_lanes=self.num_lanes - self.max_num_seqs,
         )
 
     @property
     def kv_pool_bytes(self) -> int:
         """Bytes of the cache as it will be allocated."""
-        return pool_bytes(self.layout, self.num_pages, self.max_num_seqs)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Workspace:
-    """Estimate of the memory that the largest step needs besides weights and cache.
-
-    The widths that matter follow the row width w = heads * (key + value dim) of plain MHA: a
-    token's live activations (residual, q, attention output, MLP or expert rows) are taken as 6 w
-    elements; one chunk's attention, or that of several with up to MAX_CHUNK_KEYS keys, as its
-    expanded and padded keys and values, 2 w elements a token of context, plus a mask of chunk times
-    context; the logits as four float32 copies for every sequence. Decoding gathers one layer's rows
-    of all sequences: up to 1 / num_layers of the pool, `gather_share`; exact mode pads each
-    sequence's by up to half.
-    """
-
-    row_width: int
-    dtype_bytes: int
-    vocab_size: int
-    num_layers: int
-    max_num_seqs: int
-    max_batched_tokens: int
-    is_exact: bool = False
-
-    def fixed_bytes(self, max_model_len: int) -> int:
-        """The part that does not grow with the pool."""
-        chunk_tokens = min(self.max_batched_tokens, max_model_len)
-        activations = self.max_batched_tokens * 6 * self.row_width * self.dtype_bytes
-        num_keys = max(max_model_len, min(MAX_CHUNK_KEYS, self.max_num_seqs * max_model_len))
-        attention = num_keys * (2 * self.row_width + chunk_tokens) * self.dtype_bytes
-        logits = 4 * self.max_num_seqs * self.vocab_size * 4
-        return activations + attention + logits
-
-    @property
-    def gather_share(self) -> float:
-        """Gathered bytes as a share of the pool's."""
-        return (1.5 if self.is_exact else 1.0) / self.num_layers
+        return pool_bytes(self.layout, self.num_pages, self.num_lanes)
 
 
 def resolve(
@@ -178,11 +150,12 @@ def draft(
         num_pages=num_pages,
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
+        num_lanes=pool.num_lanes,
         max_batched_tokens=max_batched_tokens,
-        prefix_caching=options.prefix_caching and layout.resume is Resume.PAGE,
+        prefix_caching=options.prefix_caching,
         deterministic=settle_exact(options, hardware),
         memory=memory,
-        notes=_notes(hardware, placement, layout, max_model_len, wanted),
+        notes=_notes(hardware, placement, max_model_len, wanted),
         misfit=pool.misfit(max_model_len, num_pages, memory),
     )
 
@@ -198,6 +171,12 @@ class Pool:
     workspace: Workspace
 
     @property
+    def num_lanes(self) -> int:
+        """Lanes beside the pages."""
+        running = self.workspace.max_num_seqs
+        return lanes_for(self.layout, running) if self.options.prefix_caching else running
+
+    @property
     def usable_bytes(self) -> int:
         """The engine's share of the memory, never more than is free."""
         share_bytes = int(self.hardware.memory_bytes * self.options.memory_utilization)
@@ -210,7 +189,7 @@ class Pool:
         fixed_bytes = self.workspace.fixed_bytes(max_model_len)
         left_bytes = max(0, self.usable_bytes - self.weights_bytes - fixed_bytes)
         kv_bytes = int(left_bytes / (1 + self.workspace.gather_share))
-        num_pages = pages_within(self.layout, kv_bytes, self.workspace.max_num_seqs)
+        num_pages = pages_within(self.layout, kv_bytes, self.num_lanes)
         if self.hardware.kind == "cpu":
             useful = self.workspace.max_num_seqs * self.layout.pages_for(max_model_len)
             num_pages = min(num_pages, useful)
@@ -231,7 +210,7 @@ class Pool:
 
     def memory(self, max_model_len: int, num_pages: int) -> MemoryBudget:
         """The table of shares; the gathered part of the workspace follows the pool."""
-        kv_bytes = pool_bytes(self.layout, num_pages, self.workspace.max_num_seqs)
+        kv_bytes = pool_bytes(self.layout, num_pages, self.num_lanes)
         gathered_bytes = int(kv_bytes * self.workspace.gather_share)
         return MemoryBudget(
             total_bytes=self.hardware.memory_bytes,
@@ -243,10 +222,10 @@ class Pool:
     def misfit(self, max_model_len: int, num_pages: int, memory: MemoryBudget) -> str | None:
         """The sentence for the user when the engine cannot be built like this."""
         needed = self.layout.pages_for(max_model_len)
-        kv_bytes = pool_bytes(self.layout, max(num_pages, needed), self.workspace.max_num_seqs)
+        kv_bytes = pool_bytes(self.layout, max(num_pages, needed), self.num_lanes)
         if num_pages >= needed and kv_bytes <= memory.kv_bytes:
             return None
-        one_bytes = pool_bytes(self.layout, needed, self.workspace.max_num_seqs)
+        one_bytes = pool_bytes(self.layout, needed, self.num_lanes)
         fixed_bytes = self.workspace.fixed_bytes(max_model_len)
         share = f"memory_utilization {self.options.memory_utilization:g}"
         return (
@@ -321,7 +300,7 @@ def _max_num_seqs(hardware: Hardware, weights_bytes: int) -> int:
 
 
 def _notes(
-    hardware: Hardware, placement: Placement, layout: KVLayout, max_model_len: int, wanted: int
+    hardware: Hardware, placement: Placement, max_model_len: int, wanted: int
 ) -> tuple[str, ...]:
     notes = []
     if hardware.kind == "cuda":
@@ -330,8 +309,6 @@ def _notes(
         notes.append(
             f"planned for {placement.tensor} devices; running on more than one is not built yet"
         )
-    if layout.resume is not Resume.PAGE:
-        notes.append("prefix caching is off: it is not built yet for layers with windows")
     if max_model_len < wanted:
         notes.append(
             f"max_model_len {max_model_len}: no sequence of the model's {wanted} tokens fits"

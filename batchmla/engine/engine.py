@@ -17,10 +17,11 @@ import torch
 from batchmla import kernels
 from batchmla.core import Completion, EngineOptions, EngineStats, Prompt, PromptSource
 from batchmla.engine.config import EngineConfig, LayoutOf, draft, resolve
+from batchmla.engine.group import Chunk, Limits
 from batchmla.engine.hardware import Hardware, detect
 from batchmla.engine.runner import Runner
 from batchmla.engine.sampler import Draw, Sampler
-from batchmla.engine.scheduler import Chunk, Limits, Scheduler
+from batchmla.engine.scheduler import Scheduler
 from batchmla.engine.sequence import Sequence, failed
 from batchmla.engine.settle import (
     settle_backend,
@@ -71,8 +72,9 @@ class EngineCore:
         self._pages = PageTable(num_pages, layout.page_tokens)
         self._scheduler = Scheduler(self._pages, limits)
         sampler = Sampler(sample, vocab_limit=vocab_limit, device=device)
+        num_lanes = limits.max_num_seqs + limits.snapshot_lanes
         self._runner = Runner(
-            model, layout, num_pages, limits.max_num_seqs, sampler, device, is_exact=is_exact
+            model, layout, num_pages, num_lanes, sampler, device, is_exact=is_exact
         )
         self._vocab_limit = vocab_limit
         self._totals = _Totals()
@@ -142,7 +144,7 @@ class EngineCore:
         start_s = time.perf_counter()
         chunks = self._scheduler.schedule()
         assert chunks, f"nothing to run with {self._scheduler.num_waiting} sequences waiting"
-        draws = self._runner.run(chunks)
+        draws = self._runner.run(chunks, self._scheduler.group.lanes.take_copies())
         self._scheduler.computed(chunks)
         completions = [
             completion

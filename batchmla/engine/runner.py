@@ -7,13 +7,14 @@ from collections.abc import Sequence as Items
 
 import torch
 
+from batchmla.engine.group import Chunk
 from batchmla.engine.logprobs import score
 from batchmla.engine.sampler import Draw, Sampler
-from batchmla.engine.scheduler import Chunk
 from batchmla.engine.sequence import Sequence
 from batchmla.engine.step import build_step
 from batchmla.errors import DeviceError
 from batchmla.kv.cache import make_cache
+from batchmla.kv.lanes import Copy
 from batchmla.kv.layout import KVLayout
 from batchmla.models.base import Model
 
@@ -49,8 +50,10 @@ class Runner:
             ) from error
 
     @torch.inference_mode()
-    def run(self, chunks: Items[Chunk]) -> list[Draw | None]:
-        """One forward pass; for every chunk the draw for its sequence, None where none is due."""
+    def run(self, chunks: Items[Chunk], copies: Items[Copy] = ()) -> list[Draw | None]:
+        """One forward pass, once lanes are copied; for every chunk the draw for its sequence, None
+        where none is due."""
+        self._copy_lanes(copies)
         step = build_step(chunks, self._layout.page_tokens, self._device, is_exact=self._is_exact)
         due = [chunk.sequence for chunk in chunks if chunk.samples]
         special = [place for place, chunk in enumerate(chunks) if chunk.sequence.extras is not None]
@@ -90,6 +93,14 @@ class Runner:
             for part in parts:
                 if part.window is None:
                     layer[part.name][rows] = 0
+
+    def _copy_lanes(self, copies: Items[Copy]) -> None:
+        """One after the other: a lane may be written and read again."""
+        for source, target in copies:
+            for layer, parts in zip(self._cache, self._layout.layers, strict=True):
+                for part in parts:
+                    if part.window is not None:
+                        layer[part.name][target] = layer[part.name][source]
 
     def _score_prompt(self, hidden_TM: torch.Tensor, chunk: Chunk) -> None:
         """Log-probabilities of the prompt's tokens that the chunk's rows, the first of `hidden`,

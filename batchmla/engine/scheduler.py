@@ -8,148 +8,12 @@ therefore never stopped, and since a full context fits into the pool, every sequ
 
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import NamedTuple
-
-import numpy as np
 
 from batchmla.core import Completion, FinishReason, Prompt
 from batchmla.engine.admission import Forecast, LengthEstimator
-from batchmla.engine.sequence import GrowingIds, Sequence, failed
-from batchmla.kv.pages import PageHash, PageTable, chain_hashes
-
-
-class Chunk(NamedTuple):
-    """`num_tokens` tokens of `sequence` from position `start` on.
-
-    `samples`: the chunk reaches the last known token, so that the next one can be drawn.
-    """
-
-    sequence: Sequence
-    start: int
-    num_tokens: int
-    samples: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """What bounds a step and a sequence.
-
-    `prefix_caching` shares pages by content; `share_generated` lets pages with generated tokens in
-    them be found again too (exact mode switches that off).
-    """
-
-    max_model_len: int
-    max_num_seqs: int
-    max_batched_tokens: int
-    prefix_caching: bool = True
-    share_generated: bool = True
-
-
-class Group:
-    """The sequences that share one page table, oldest first."""
-
-    def __init__(self, pages: PageTable, limits: Limits) -> None:
-        self.pages = pages
-        self.limits = limits
-        self.running: list[Sequence] = []
-        self._free_lanes = list(range(limits.max_num_seqs))
-        self._computing: dict[
-            PageHash, Sequence
-        ] = {}  # prompt pages that a running sequence will publish
-
-    def shareable_tokens(self, sequence: Sequence) -> int:
-        """Leading tokens whose full pages may be found by their content."""
-        if not self.limits.prefix_caching:
-            return 0
-        shares_all = self.limits.share_generated
-        return sequence.num_tokens if shares_all else sequence.prompt_tokens
-
-    def hits(self, sequence: Sequence) -> list[int]:
-        """Published pages of the sequence's prefix; at least one token is left to compute, and all
-        are where the prompt's rows are wanted for their logits.
-        """
-        page_tokens = self.pages.page_tokens
-        known = self.shareable_tokens(sequence)
-        chain_hashes(sequence.hashes, sequence.tokens.view, page_tokens, known)
-        if sequence.scores_prompt:
-            return []
-        usable = min(known, sequence.num_tokens - 1) // page_tokens
-        return self.pages.match(sequence.hashes[:usable])
-
-    def waits_for_prefix(self, sequence: Sequence, num_hits: int) -> bool:
-        """Whether a running sequence is about to compute the next page of the same prefix."""
-        usable = (sequence.num_tokens - 1) // self.pages.page_tokens
-        return (
-            num_hits < min(usable, len(sequence.hashes))
-            and not sequence.scores_prompt
-            and sequence.hashes[num_hits] in self._computing
-        )
-
-    def admit(self, sequence: Sequence, hits: list[int], room_pages: int) -> None:
-        """Gives the sequence pages for all its tokens and puts it among the running by age."""
-        self.pages.acquire(hits)
-        needed = self._pages_for(sequence.num_tokens) - len(hits)
-        fresh = self.pages.allocate(
-            needed, after=hits[-1] if hits else None, room_pages=needed + room_pages
-        )
-        sequence.pages.extend(hits + fresh)
-        sequence.lane = self._free_lanes.pop()
-        sequence.computed = len(hits) * self.pages.page_tokens
-        sequence.shared_pages = sequence.published = len(hits)
-        if sequence.cached_tokens is None:
-            sequence.cached_tokens = min(sequence.computed, sequence.prompt_tokens)
-        for name in sequence.hashes[len(hits) :]:
-            self._computing.setdefault(name, sequence)
-        place = len(self.running)
-        while place > 0 and self.running[place - 1].arrival > sequence.arrival:
-            place -= 1
-        self.running.insert(place, sequence)
-
-    def grow(self, sequence: Sequence) -> bool:
-        """One more page if the next token needs it; False when none is left."""
-        if sequence.num_tokens <= len(sequence.pages) * self.pages.page_tokens:
-            return True
-        if self.pages.available_pages == 0:
-            return False
-        last = int(sequence.pages.view[-1])
-        sequence.pages.extend(self.pages.allocate(1, after=last))
-        return True
-
-    def computed(self, chunk: Chunk) -> None:
-        """Notes that the chunk's rows are in the cache and publishes the pages they filled."""
-        sequence = chunk.sequence
-        sequence.computed = chunk.start + chunk.num_tokens
-        page_tokens = self.pages.page_tokens
-        if sequence.computed < (sequence.published + 1) * page_tokens:
-            return
-        full = min(sequence.computed, self.shareable_tokens(sequence)) // page_tokens
-        if full <= sequence.published:
-            return
-        chain_hashes(sequence.hashes, sequence.tokens.view, page_tokens, full * page_tokens)
-        for index in range(sequence.published, full):
-            name = sequence.hashes[index]
-            self.pages.publish(int(sequence.pages.view[index]), name)
-            if self._computing.get(name) is sequence:
-                del self._computing[name]
-        sequence.published = full
-
-    def drop(self, sequence: Sequence, *, keep_pages: int) -> list[int]:
-        """Takes the sequence off the pool; its first `keep_pages` pages stay findable. Blank pages
-        come back.
-        """
-        self.running.remove(sequence)
-        self._free_lanes.append(sequence.lane)
-        for name in sequence.hashes[sequence.published :]:
-            if self._computing.get(name) is sequence:
-                del self._computing[name]
-        blank = self.pages.release(sequence.pages.view.tolist(), keep=keep_pages)
-        sequence.pages = GrowingIds((), np.int64)
-        sequence.computed = sequence.published = sequence.shared_pages = 0
-        return blank
-
-    def _pages_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.pages.page_tokens)
+from batchmla.engine.group import Chunk, Group, Limits
+from batchmla.engine.sequence import Sequence, failed
+from batchmla.kv.pages import PageTable
 
 
 class Scheduler:
@@ -246,6 +110,7 @@ class Scheduler:
         pages.
         """
         self.group.pages.withdraw(sequence.pages.view.tolist())
+        self.group.lanes.forget(sequence.hashes)
         self._is_full = False
         return self.group.drop(sequence, keep_pages=0)
 
@@ -258,7 +123,7 @@ class Scheduler:
         self._is_full = False
 
     def _cut(self, sequence: Sequence, left: int, chunks: list[Chunk]) -> int:
-        count = min(sequence.wanted, left)
+        count = self.group.up_to_border(sequence, min(sequence.wanted, left))
         chunks.append(Chunk(sequence, sequence.computed, count, count == sequence.wanted))
         return count
 

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from batchmla.engine.scheduler import Chunk
+from batchmla.engine.group import Chunk
 from batchmla.kv.step import Step
 
 

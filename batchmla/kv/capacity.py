@@ -5,7 +5,9 @@ alike.
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from batchmla.kv.layout import KVLayout
+from batchmla.kv.layout import KVLayout, Resume
+
+RUNNING_PER_SNAPSHOT = 4  # running sequences for each lane kept of a prefix
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +37,13 @@ class MemoryBudget:
 def pages_within(layout: KVLayout, kv_bytes: int, num_lanes: int) -> int:
     """Pages that `kv_bytes` hold beside the lanes of `num_lanes` sequences."""
     return max(0, kv_bytes - num_lanes * layout.lane_bytes) // layout.page_bytes
+
+
+def lanes_for(layout: KVLayout, num_running: int) -> int:
+    """Lanes of so many running sequences, and of kept prefixes where those start from lanes."""
+    if layout.resume is Resume.PAGE:
+        return num_running
+    return num_running + max(1, num_running // RUNNING_PER_SNAPSHOT)
 
 
 def pool_bytes(layout: KVLayout, num_pages: int, num_lanes: int) -> int:

@@ -14,9 +14,9 @@ from tiny import TINY, oracle_logits, read_config, write_tiny
 
 from batchmla.core import EngineOptions, Prompt, SamplingParams
 from batchmla.engine.engine import EngineCore, load_engine
+from batchmla.engine.group import Chunk
 from batchmla.engine.hardware import detect, parse_hardware
 from batchmla.engine.sampler import Draw
-from batchmla.engine.scheduler import Chunk
 from batchmla.engine.sequence import Sequence
 from batchmla.engine.settle import settle_exact
 from batchmla.errors import JobError

@@ -8,7 +8,7 @@ from fakes import FAKE_VOCAB, FakeModel, ListSource, fake_layout
 
 from batchmla.core import Completion, Prompt
 from batchmla.engine.engine import EngineCore
-from batchmla.engine.scheduler import Limits
+from batchmla.engine.group import Limits
 from batchmla.kernels.cpu.sample import sample
 from batchmla.kv.step import Step
 

@@ -1,0 +1,41 @@
+"""Memory of the largest step besides weights and cache: an estimate, pure arithmetic."""
+
+from dataclasses import dataclass
+
+from batchmla.attention.groups import MAX_CHUNK_KEYS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workspace:
+    """Estimate of the memory that the largest step needs besides weights and cache.
+
+    The widths that matter follow the row width w = heads * (key + value dim) of plain MHA: a
+    token's live activations (residual, q, attention output, MLP or expert rows) are taken as 6 w
+    elements; one chunk's attention, or that of several with up to MAX_CHUNK_KEYS keys, as its
+    expanded and padded keys and values, 2 w elements a token of context, plus a mask of chunk times
+    context; the logits as four float32 copies for every sequence. Decoding gathers one layer's rows
+    of all sequences: up to 1 / num_layers of the pool, `gather_share`; exact mode pads each
+    sequence's by up to half.
+    """
+
+    row_width: int
+    dtype_bytes: int
+    vocab_size: int
+    num_layers: int
+    max_num_seqs: int
+    max_batched_tokens: int
+    is_exact: bool = False
+
+    def fixed_bytes(self, max_model_len: int) -> int:
+        """The part that does not grow with the pool."""
+        chunk_tokens = min(self.max_batched_tokens, max_model_len)
+        activations = self.max_batched_tokens * 6 * self.row_width * self.dtype_bytes
+        num_keys = max(max_model_len, min(MAX_CHUNK_KEYS, self.max_num_seqs * max_model_len))
+        attention = num_keys * (2 * self.row_width + chunk_tokens) * self.dtype_bytes
+        logits = 4 * self.max_num_seqs * self.vocab_size * 4
+        return activations + attention + logits
+
+    @property
+    def gather_share(self) -> float:
+        """Gathered bytes as a share of the pool's."""
+        return (1.5 if self.is_exact else 1.0) / self.num_layers
