@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from batchmla.kernels.ops import Ops
-from batchmla.layers.block import Block
+from batchmla.layers.block import Block, Weight
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +27,13 @@ def count_weights(model: Block, ops: Ops, dtype: torch.dtype) -> WeightCount:
         if weight.tied is None:
             total += weight.numel
             active += weight.numel * weight.active_share
-        elif packed_bytes == weight.numel * held.itemsize:
-            continue  # kept as it is: the same tensor serves both
+        elif _is_kept(weight, ops, held):
+            continue  # the same tensor serves both
         weights_bytes += packed_bytes
     return WeightCount(total=total, active=round(active), weights_bytes=weights_bytes)
+
+
+def _is_kept(weight: Weight, ops: Ops, dtype: torch.dtype) -> bool:
+    """Whether packing hands back the tensor that it is given, tried on one row of it."""
+    row_1I = torch.zeros(1, *weight.shape[1:], dtype=dtype)
+    return ops.pack(weight.kind, row_1I).plain is row_1I
