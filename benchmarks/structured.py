@@ -3,7 +3,7 @@
     python benchmarks/structured.py                  # 512 documents, three turns: minutes
     python benchmarks/structured.py --rows 128 --turns 2
 
-Runs the same held-out documents with and without sampling.structured, turn by turn, and prints for
+Gives one engine the same held-out documents with and without a schema, turn by turn, and prints for
 both the share of contents that parse and satisfy the schema, the share of exactly right answers
 and the tokens per second of the fastest turn; the cost is the ratio of the two, once by the clock
 and once by processor time, which a busy machine disturbs less. Each kind runs with whole reasoning,
@@ -14,19 +14,15 @@ Results go to benchmarks/results/structured.json.
 
 import argparse
 import json
-import tempfile
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import jsonschema
-import pyarrow as pa
-import pyarrow.parquet as pq
 import torch
 
-from batchmla.jobs.run import run_job
-from batchmla.jobs.spec import build_spec
+from batchmla.api import Engine
 from examples.tally.documents import heldout_documents
 
 RESULTS = Path(__file__).parent / "results" / "structured.json"
@@ -38,25 +34,25 @@ SCHEMA = {
     "additionalProperties": False,
 }
 KINDS: dict[str, dict[str, Any]] = {
-    "free": {"sampling": {}},
-    "schema": {"sampling": {"structured": {"json_schema": SCHEMA}}},
+    "free": {},
+    "schema": {"structured": {"json_schema": SCHEMA}},
 }
 BUDGETS: dict[str, dict[str, Any]] = {"whole reasoning": {}, "budget 0": {"budget": 0}}
 
 
 @dataclass(frozen=True)
 class Turn:
-    """One job over all documents."""
+    """All documents once."""
 
     parsed: float  # share of contents that satisfy the schema
     exact: float  # share of contents that are the right answer
     tokens: int
-    engine_s: float
-    processor_s: float  # of the whole process, loading included
+    wall_s: float
+    processor_s: float  # of the whole process
 
     @property
     def tokens_per_s(self) -> float:
-        return self.tokens / self.engine_s
+        return self.tokens / self.wall_s
 
     @property
     def processor_us(self) -> float:
@@ -73,45 +69,38 @@ def is_valid(content: str) -> bool:
     return True
 
 
-def run_turn(folder: Path, sections: dict[str, Any], answers: list[str], place: int) -> Turn:
-    """A fresh job with these sections of the job file."""
-    out = folder / f"out{place}"
-    spec = build_spec(
-        {
-            "model": {"path": "builtin:tally"},
-            "input": {"path": str(folder / "in.parquet"), "id": "doc"},
-            "prompt": {"user": "{{ text }}"},
-            "output": {"path": str(out), "rows_per_file": len(answers), "token_ids": True},
-            **sections,
-        }
-    )
-    start_s = time.process_time()
-    summary = run_job(spec, progress="off")
-    processor_s = time.process_time() - start_s
-    rows = pq.read_table(out / "part-00000.parquet").to_pylist()
-    contents = [row["content"] for row in rows]
+def run_turn(
+    engine: Engine,
+    texts: list[str],
+    answers: list[str],
+    sampling: dict[str, Any],
+    reasoning: dict[str, Any],
+) -> Turn:
+    """Every document with these sections of the job file."""
+    conversations = [[{"role": "user", "content": text}] for text in texts]
+    start_s, start_processor_s = time.perf_counter(), time.process_time()
+    results = engine.chat(conversations, sampling, reasoning=reasoning)
+    wall_s = time.perf_counter() - start_s
+    processor_s = time.process_time() - start_processor_s
+    contents = [result.content or "" for result in results]
     pairs = zip(contents, answers, strict=True)
     return Turn(
         parsed=sum(map(is_valid, contents)) / len(contents),
         exact=sum(content == answer for content, answer in pairs) / len(contents),
-        tokens=sum(len(row["token_ids"]) for row in rows),
-        engine_s=summary.engine_seconds,
+        tokens=sum(len(result.token_ids) for result in results),
+        wall_s=round(wall_s, 3),
         processor_s=round(processor_s, 3),
     )
 
 
-def measure(folder: Path, num_turns: int, answers: list[str]) -> dict[str, Any]:
+def measure(engine: Engine, texts: list[str], answers: list[str], num_turns: int) -> dict[str, Any]:
     """Every kind under every budget, turn by turn."""
     results: dict[str, Any] = {}
-    place = 0
     for budget, reasoning in BUDGETS.items():
         turns: dict[str, list[Turn]] = {kind: [] for kind in KINDS}
         for _ in range(num_turns):
-            for kind, sections in KINDS.items():
-                place += 1
-                turns[kind].append(
-                    run_turn(folder, {**sections, "reasoning": reasoning}, answers, place)
-                )
+            for kind, sampling in KINDS.items():
+                turns[kind].append(run_turn(engine, texts, answers, sampling, reasoning))
         best = {kind: max(each, key=lambda turn: turn.tokens_per_s) for kind, each in turns.items()}
         cost = best["free"].tokens_per_s / best["schema"].tokens_per_s - 1
         least = {kind: min(turn.processor_us for turn in each) for kind, each in turns.items()}
@@ -146,13 +135,10 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=17)
     options = parser.parse_args()
     documents = list(heldout_documents(options.seed, options.rows))
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        texts = [document.text for document in documents]
-        ids = [str(number) for number in range(len(texts))]
-        pq.write_table(pa.table({"doc": ids, "text": texts}), folder / "in.parquet")
-        answers = [document.answer for document in documents]
-        results = measure(folder, options.turns, answers)
+    texts = [document.text for document in documents]
+    answers = [document.answer for document in documents]
+    with Engine("builtin:tally") as engine:
+        results = measure(engine, texts, answers, options.turns)
     machine = {"threads": torch.get_num_threads(), "rows": options.rows, "turns": options.turns}
     RESULTS.write_text(json.dumps({"machine": machine, **results}, indent=1) + "\n")
 
