@@ -274,6 +274,7 @@ class Engine(Protocol):
 
 
 DType = Literal["auto", "bfloat16", "float16", "float32"]
+KvDType = Literal["auto", "bfloat16", "float16", "float32", "fp8"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -284,7 +285,7 @@ class EngineOptions:
     device: Literal["auto", "cuda", "cpu"] = "auto"
     backend: Literal["auto", "reference", "cpu"] = "auto"
     dtype: DType = "auto"
-    kv_cache_dtype: DType = "auto"
+    kv_cache_dtype: KvDType = "auto"
     load_format: Literal["safetensors", "dummy"] = "safetensors"
     max_model_len: int | None = None
     memory_utilization: float = 0.92

@@ -2,21 +2,19 @@
 
 from pathlib import Path
 
-from batchmla.core import DType, EngineOptions
+from batchmla.core import EngineOptions
 from batchmla.jobs.spec import JobSpec
 
 
 def engine_options(spec: JobSpec, folder: Path) -> EngineOptions:
     """What the job asks of an engine for the model in `folder`; "auto" sizes become None."""
     model, engine = spec.model, spec.engine
-    assert model.kv_cache_dtype != "fp8", "refused by name when the job file was read"
-    kv_cache_dtype: DType = model.kv_cache_dtype
     tensor = 1 if model.parallel == "auto" else model.parallel.tensor
     return EngineOptions(
         model=str(folder),
         device=model.device,
         dtype=model.dtype,
-        kv_cache_dtype=kv_cache_dtype,
+        kv_cache_dtype=model.kv_cache_dtype,
         load_format=model.load_format,
         max_model_len=_size(model.max_model_len),
         memory_utilization=model.memory_utilization,

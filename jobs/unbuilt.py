@@ -56,7 +56,6 @@ class Unbuilt:
 
 UNBUILT = (
     Unbuilt("model.path", _is_url, "give a local folder, a Hugging Face id or builtin:tally"),
-    Unbuilt("model.kv_cache_dtype", _equals("fp8"), "leave it at auto"),
     Unbuilt("model.parallel", _equals("auto"), "leave it out: one device"),
     Unbuilt("model.parallel.tensor", _differs(1), "leave it at 1"),
     Unbuilt("model.parallel.expert", _differs(1), "leave it at 1"),

@@ -31,7 +31,7 @@ from batchmla.engine.settle import (
 )
 from batchmla.errors import JobError
 from batchmla.kernels.ops import SampleOp
-from batchmla.kv.layout import KVLayout
+from batchmla.kv.layout import DTYPE_BYTES, KVLayout
 from batchmla.kv.pages import PageTable
 from batchmla.models import get_family
 from batchmla.models.base import Model, ModelConfig
@@ -206,6 +206,7 @@ def load_engine(options: EngineOptions, *, vocab_limit: int | None = None) -> En
         logger.info("%s", note)
     device = torch.device(config.device)
     ops = kernels.load(config.backend, exact=config.deterministic)
+    logger.info("kernels: %s", ops.name)
     model = load_model(
         folder,
         raw_config,
@@ -253,6 +254,12 @@ def _facts(
     config: ModelConfig = family.Config.from_hf(raw_config)
 
     def layout_of(kv_dtype: str, placement: Placement, page_tokens: int) -> KVLayout:
+        formats = getattr(family, "KV_FORMATS", ())
+        if kv_dtype not in DTYPE_BYTES and kv_dtype not in formats:
+            raise JobError(
+                f"model.kv_cache_dtype {kv_dtype} is not built yet for "
+                f"{raw_config['architectures'][0]}; leave it at auto"
+            )
         return family.layout(config, kv_dtype, placement, page_tokens)
 
     placement = settle_placement(options, hardware)

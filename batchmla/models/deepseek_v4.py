@@ -5,6 +5,7 @@ wanted, M model width.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -57,14 +58,11 @@ class V4Layer(Block):
         self.ffn = ClampedMoe(par, ops, config.moe, by_token=index < config.num_hash_layers)
 
     def forward(
-        self, x_TJM: torch.Tensor, step: Step, plans: Plans, cache: LayerCache
+        self, x_TJM: torch.Tensor, step: Step, plan: Any, cache: LayerCache
     ) -> torch.Tensor:
-        """[T, J, M] → [T, J, M]."""
+        """[T, J, M] → [T, J, M]; the plan is that of the layer's kind."""
         h_TM, post_TJ, mix_TJJ = self.attention_streams.read(x_TJM)
-        plan = plans[self.kind.value]
-        y_TM = self.attention.forward(
-            self.attention_norm.forward(h_TM), step, plan, cache  # type: ignore[arg-type]
-        )  # fmt: skip
+        y_TM = self.attention.forward(self.attention_norm.forward(h_TM), step, plan, cache)
         x_TJM = self.attention_streams.write(y_TM, x_TJM, post_TJ, mix_TJJ)
         h_TM, post_TJ, mix_TJJ = self.ffn_streams.read(x_TJM)
         y_TM = self.ffn.forward(self.ffn_norm.forward(h_TM), step.tokens_T)
@@ -93,7 +91,7 @@ class DeepseekV4(Block):
         x_TM = self.embed.forward(step.tokens_T)
         x_TJM = x_TM[:, None].repeat(1, self._config.hyper.streams, 1)
         for layer, layer_cache in zip(self.layers, cache, strict=True):
-            x_TJM = layer.forward(x_TJM, step, plans, layer_cache)
+            x_TJM = layer.forward(x_TJM, step, plans[layer.kind.value], layer_cache)
         return self.norm.forward(self.head_streams.forward(x_TJM))
 
     def logits(self, hidden_NM: torch.Tensor) -> torch.Tensor:

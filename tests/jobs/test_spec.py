@@ -235,7 +235,7 @@ def test_all_faults_come_at_once_in_the_order_of_the_file(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     "override",
     [
-        "model.path=s3://bucket/model", "model.kv_cache_dtype=fp8", "model.parallel=auto",
+        "model.path=s3://bucket/model", "model.parallel=auto",
         "model.parallel.tensor=2", "model.parallel.expert=8", "model.parallel.attention_data=2",
         "model.speculative=mtp",
         "sampling.n={column: t}",
