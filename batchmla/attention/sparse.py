@@ -13,7 +13,14 @@ import torch
 from batchmla.attention import mla
 from batchmla.attention.mla import MlaForms, MlaPlan
 from batchmla.attention.sparse_rows import ChoosingRows, choosing_rows, early_part
-from batchmla.kernels.ops import MlaDims, Ops, PackKind, RopeLayout
+from batchmla.kernels.ops import (
+    MlaDims,
+    Ops,
+    PackKind,
+    ReadsPagesOp,
+    RopeLayout,
+    reads_no_pages,
+)
 from batchmla.kernels.sparse_ops import Record
 from batchmla.kv.cache import LayerCache
 from batchmla.kv.layout import KVPart
@@ -66,14 +73,20 @@ class SparsePlan:
 
 
 def plan(
-    step: Step, rope: Rope, dims: MlaDims, count: int, forms: MlaForms, dtype: torch.dtype
+    step: Step,
+    rope: Rope,
+    dims: MlaDims,
+    count: int,
+    forms: MlaForms,
+    dtype: torch.dtype,
+    reads_pages: ReadsPagesOp = reads_no_pages,
 ) -> SparsePlan:
     """Once a step. Position `count` - 1 is the last one that sees no more than `count` keys."""
     cos_TR, sin_TR = rope.at(step.positions_T)
     early_step, early_rows_T = early_part(step, count)
     early, pages_P = None, step.pages_SP[:0, 0]
     if early_step is not None:
-        early = mla.plan(early_step, rope, dims, forms, dtype)
+        early = mla.plan(early_step, rope, dims, forms, dtype, reads_pages)
         pages_P = torch.unique(torch.cat((early_step.pages_SP.flatten(), pages_P.new_zeros(1))))
     return SparsePlan(
         cos_TR=cos_TR,

@@ -175,7 +175,9 @@ def build(config: Config, par: Par, ops: Ops) -> DeepseekV32:
     dims = replace(whole, heads=par.placement.local(config.num_heads, "attention heads"))
 
     def plan_step(step: Step, dtype: torch.dtype) -> Plans:
-        plan = sparse.plan(step, rope, dims, config.index.count, model.mla_forms, dtype)
+        plan = sparse.plan(
+            step, rope, dims, config.index.count, model.mla_forms, dtype, ops.reads_pages
+        )
         return {sparse.KIND: plan}
 
     def build_layer(index: int) -> Layer:

@@ -108,7 +108,9 @@ def rounding(ops: Ops, kv_dtype: str) -> Ops:
     def write_latent(cache: torch.Tensor, slots: torch.Tensor, *args: Any) -> None:
         ops.write_latent(cache, slots, *args)
         rows = cache.flatten(0, 1)[slots]
-        held = through(rows, latent_record(32, 8)) if kv_dtype == "fp8" else rows.bfloat16()
+        rope = 2 * args[-1].shape[1]
+        record = latent_record(rows.shape[1] - rope, rope)
+        held = rows.bfloat16() if kv_dtype != "fp8" else through(rows, record)
         ops.write(cache, slots, held.float())
 
     return replace(ops, write=write, write_latent=write_latent)

@@ -40,6 +40,11 @@ K2 = V3 | {
         "rope_theta": 50000.0, "factor": 32.0, "beta_fast": 1.0, "beta_slow": 1.0,
     },
 }  # fmt: skip
+# widths that compiled kernels serve
+V3_WIDE = V3 | {
+    "q_lora_rank": 64, "kv_lora_rank": 64, "qk_nope_head_dim": 32, "qk_rope_head_dim": 32,
+    "v_head_dim": 32,
+}  # fmt: skip
 V2_LITE = V3 | {
     "hidden_size": 64, "q_lora_rank": None, "n_routed_experts": 8, "num_experts_per_tok": 3,
     "n_shared_experts": 2, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0,
@@ -93,11 +98,23 @@ TINY = {
     "v2_lite": ("DeepseekV2ForCausalLM", V2_LITE),
     "v2": ("DeepseekV2ForCausalLM", V2),
     "v3": ("DeepseekV3ForCausalLM", V3),
+    "v3_wide": ("DeepseekV3ForCausalLM", V3_WIDE),
     "v3_no_q_lora": ("DeepseekV3ForCausalLM", V3 | {"q_lora_rank": None, "v_head_dim": 24}),
     "k2": ("DeepseekV3ForCausalLM", K2),
     "v32": ("DeepseekV32ForCausalLM", V32),
     "v4": ("DeepseekV4ForCausalLM", V4),
-    "v32_wide": ("DeepseekV32ForCausalLM", V32 | {"index_topk": 40, "index_n_heads": 24}),
+    "v32_wide": (
+        "DeepseekV32ForCausalLM",
+        V32
+        | {
+            "index_topk": 40,
+            "index_n_heads": 24,
+            "kv_lora_rank": 64,
+            "qk_nope_head_dim": 32,
+            "qk_rope_head_dim": 32,
+            "v_head_dim": 32,
+        },
+    ),
 }
 # the two flavours by their simplest families: what tests run in every combination
 # families whose windows and states lie in lanes: prefixes are not found again there
