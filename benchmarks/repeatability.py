@@ -6,10 +6,11 @@
 Part 1 runs the same rows under several schedules, in default and in exact mode, and counts the rows
 whose token ids differ from the first schedule's. Part 2 runs the race's workloads in both modes on
 a random DeepSeek-V3-shaped model, turn by turn, and prints the ratio of the best times.
-Results go to benchmarks/results/repeatability.json.
+Results go to benchmarks/results/repeatability-*.json.
 """
 
 import argparse
+import itertools
 import json
 import random
 import tempfile
@@ -31,7 +32,7 @@ from batchmla.engine.numerics import describe_numerics
 from batchmla.engine.source import ListSource
 from batchmla.weights.folder import find_model
 
-RESULTS = Path(__file__).parent / "results" / "repeatability.json"
+RESULTS = Path(__file__).parent / "results"
 FIRST = {"max_num_seqs": 32, "max_batched_tokens": 1024}
 SCHEDULES: dict[str, dict[str, Any]] = {
     "1 row at a time": {"max_num_seqs": 1},
@@ -41,6 +42,7 @@ SCHEDULES: dict[str, dict[str, Any]] = {
     "chunks of 64": {"max_batched_tokens": 64},
     "no prefix cache": {"prefix_caching": False},
     "other order": {"is_shuffled": True},
+    "preempted": {"is_preempted": True},
 }
 GOODS = ("bolts", "pens", "cups")
 STREAM_STEP = 0x9E3779B97F4A7C15
@@ -119,6 +121,7 @@ def ids_under(rows: Rows, dtype: str, is_exact: bool, change: dict[str, Any]) ->
     """The ids of every row under one schedule, in a new engine."""
     change = {**FIRST, **change}
     prompts = rows.prompts()
+    is_preempted = change.pop("is_preempted", False)
     if change.pop("is_shuffled", False):
         random.Random(2).shuffle(prompts)
     options = EngineOptions(
@@ -126,9 +129,24 @@ def ids_under(rows: Rows, dtype: str, is_exact: bool, change: dict[str, Any]) ->
         max_model_len=2048, deterministic=is_exact, **change,
     )  # fmt: skip
     engine = load_engine(options)
+    if is_preempted:
+        preempt_often(engine)
     found = {each.index: each.token_ids.tobytes() for each in engine.generate(ListSource(prompts))}
     engine.close()
     return found
+
+
+def preempt_often(engine: EngineCore) -> None:
+    """Every tenth step the youngest sequence loses its pages."""
+    scheduler, steps = engine._scheduler, itertools.count(1)
+    plain_schedule = scheduler.schedule
+
+    def schedule() -> Any:
+        if next(steps) % 10 == 0 and scheduler.num_running > 1:
+            scheduler._preempt(scheduler.group.running[-1])
+        return plain_schedule()
+
+    scheduler.schedule = schedule  # type: ignore[method-assign]
 
 
 def count_differences(rows: Rows, schedules: Sequence[str]) -> Iterator[dict[str, Any]]:
@@ -243,9 +261,10 @@ def main() -> None:
         read_config(folder), EngineOptions(model=str(folder), device="cpu"), hardware
     )
     found["machine"] = {**describe_numerics(plan, hardware), "torch": torch.__version__}
-    RESULTS.parent.mkdir(exist_ok=True)
-    RESULTS.write_text(json.dumps(found, indent=1) + "\n")
-    print(f"wrote {RESULTS}")
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / f"repeatability-{args.only or 'all'}.json"
+    path.write_text(json.dumps(found, indent=1) + "\n")
+    print(f"wrote {path}")
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ import re
 
 import torch
 
+from batchmla import kernels
 from batchmla.engine.config import EngineConfig
 from batchmla.engine.hardware import Hardware
 
@@ -12,6 +13,7 @@ def describe_numerics(config: EngineConfig, hardware: Hardware) -> dict[str, str
     """Name → value, for the manifest; exact mode goes on only where all of them are the same."""
     return {
         "backend": config.backend,
+        "kernels": kernels.load(config.backend, exact=config.deterministic).name,
         "device": config.device,
         "processor": f"{hardware.name}, {_instructions()}" if config.device == "cpu" else "",
         "threads": str(torch.get_num_threads()),

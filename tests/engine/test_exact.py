@@ -26,7 +26,7 @@ NUM_ROWS = 24
 NEW_TOKENS = 6
 PREFIX_TOKENS = 70
 LONG_PREFIX_TOKENS = 272  # more than a split of exact mode
-WIDEST = ("v3", "qwen3_moe")  # one family of each flavour sees every schedule
+WIDEST = ("v3", "v3_wide", "qwen3_moe")  # one family of each flavour sees every schedule
 # how the schedule of a run differs from the first one's; "rows": only every so many-th row
 FEW_SCHEDULES: tuple[dict[str, Any], ...] = (
     {"max_batched_tokens": 7, "max_num_seqs": 5, "block_size": 4, "rows": 2},
