@@ -191,13 +191,14 @@ class SamplingParams:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(eq=False, slots=True, kw_only=True)
 class Prompt:
     """One sample of one row, ready for the engine.
 
     `stream_key` is the 64-bit key of the row's random stream, made from (seed, typed row id,
     sample); its counter is the position in the completion, so no state is kept between steps.
-    `expected_tokens` is the packer's estimate of the completion's length, for admission only.
+    `expected_tokens` is the packer's estimate of the completion's length, for admission only; it
+    is set as late as the engine takes the prompt, the other fields never change.
     `tools` is the JSON of the tools that the answer may call, which no engine reads.
     """
 

@@ -32,7 +32,6 @@ _FIXED = (
     "output.rows_per_file",
     "output.format",
     "sampling.n",
-    "sampling.n",
 )  # for an output, whatever is wished
 
 HasGrown = Callable[[str, str, str | None], bool]

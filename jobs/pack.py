@@ -139,7 +139,7 @@ class Packer:
         It is put into the prompt, which nobody else has had yet: a second one would cost more than
         all else that is done here.
         """
-        object.__setattr__(prompt, "expected_tokens", self.estimate.expected(prompt.params))
+        prompt.expected_tokens = self.estimate.expected(prompt.params)
         return prompt
 
     # under the lock
