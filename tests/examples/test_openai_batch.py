@@ -30,4 +30,4 @@ def test_every_request_has_its_result(tmp_path: Path, monkeypatch: pytest.Monkey
     assert cut["choices"][0]["finish_reason"] == "length"
     assert cut["usage"]["completion_tokens"] == 20
     assert results[5]["response"] is None
-    assert results[5]["error"]["message"].startswith("body.stop: the list given is not built yet")
+    assert results[5]["error"]["message"].startswith("body.logprobs: true is not built yet")
