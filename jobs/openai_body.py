@@ -4,6 +4,7 @@ Chat and completion requests as OpenAI and vLLM know them. A field that has no e
 is passed over, one that would have and is not built is the row's fault, by name.
 """
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -153,4 +154,4 @@ def _is_same(value: Any, neutral: Any) -> bool:
 def _shown(value: Any) -> str:
     if isinstance(value, Mapping):
         return "the object given"
-    return "the list given" if isinstance(value, list) else f"{value!r:.60}"
+    return "the list given" if isinstance(value, list) else f"{json.dumps(value):.60}"

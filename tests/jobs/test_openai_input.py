@@ -164,10 +164,10 @@ def test_sampling_fields_of_a_body_win_over_the_jobs(tmp_path: Path, folder: Pat
     [
         (request(stop=["x", ""]), "body.stop: ['x', '']: it must be a list of texts that are not"),
         (request(n=2), "body.n: 2 is not built yet"),
-        (request(n=True), "body.n: True is not built yet"),
-        (request(stream=True), "body.stream: True is not built yet"),
+        (request(n=True), "body.n: true is not built yet"),
+        (request(stream=True), "body.stream: true is not built yet"),
         (request(tools=[{}]), "body.tools: tool 0 has no function.name"),
-        (request(logprobs=True), "body.logprobs: True is not built yet"),
+        (request(logprobs=True), "body.logprobs: true is not built yet"),
         (request(response_format={"type": "xml"}), "body.response_format must be {type: text}"),
         (request(response_format={"type": "json_schema"}), "body.response_format must be"),
         (request(guided_regex="a", guided_choice=["b"]), "body.guided_regex and body.guided_cho"),
