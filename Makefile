@@ -31,7 +31,7 @@ types: $(STAMP)
 	$(BIN)/mypy
 
 unit: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -P -m pytest -q --durations=15
+	OMP_NUM_THREADS=1 $(BIN)/python -P -m pytest -q --durations=15 -n 2 --dist loadfile
 
 # each library in an environment of its own, since they disagree about others
 test-integrations: $(STAMP)
