@@ -256,7 +256,7 @@ def test_requests_bring_their_tools(folders: dict[str, Path]) -> None:
         assert made.tools is None and "<tools>" not in shown(text, made)
     for body, sentence in (
         ({"tools": [{}]}, "body.tools: tool 0 has no function.name"),
-        ({"tools": [NOW], "tool_choice": "required"}, "body.tool_choice: 'required' is not built"),
+        ({"tools": [NOW], "tool_choice": "required"}, 'body.tool_choice: "required" is not built'),
         ({"reasoning_effort": 3}, "body.reasoning_effort is no text"),
         ({"reasoning_effort": "high"}, "it has no variable reasoning_effort"),
     ):
