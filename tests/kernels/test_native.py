@@ -1,5 +1,6 @@
 """The compiled kernels: against dense float64 attention, row by row, and where they are missing."""
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -32,6 +33,14 @@ def ops() -> Ops:
     if made.name.startswith("cpu by torch"):
         pytest.skip(made.name)
     return made
+
+
+def test_a_machine_that_can_uses_them() -> None:
+    """No fault of the sources may pass for a machine that lacks something."""
+    lacking = library.NEEDED - library._processor_flags()
+    if lacking or not any(map(shutil.which, library.COMPILERS)):
+        pytest.skip(f"this machine lacks {', '.join(sorted(lacking)) or 'a C compiler'}")
+    assert kernels.load("cpu").name.startswith("cpu by kernels-")
 
 
 def rows_of(runs: Runs) -> list[int]:

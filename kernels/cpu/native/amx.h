@@ -85,6 +85,12 @@ static inline void store_pair(float *sums, int has_second) {
     }
 }
 
+/* Threads that pay for so much work: every further one costs a meeting, and on a busy machine the
+ * wait for one that another process has put aside. About 100 us of one core's work. */
+static inline int useful_threads(long flops, long bytes, int threads) {
+    return flops > 60000000 || bytes > 1000000 ? threads : 1;
+}
+
 static inline __m512 wide(const bf16 *values) {
     __m512i bits = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)values));
     return _mm512_castsi512_ps(_mm512_slli_epi32(bits, 16));

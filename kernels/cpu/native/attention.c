@@ -301,9 +301,14 @@ static char *thread_memory(long bytes) {
 /* All rows of all sequences; 0, or 1 without memory. Widths are multiples of 32. */
 int bmla_attend(const Job *job, int threads) {
     const long width = job->key.width + job->tail.width;
-    long count = 0;
-    for (long s = 0; s < job->sequences; s++)
+    long count = 0, flops = 0, read_bytes = 0;
+    for (long s = 0; s < job->sequences; s++) {
+        flops += 2 * job->num_queries[s] * job->num_keys[s] * job->heads * job->key_heads *
+                 (width + job->value.width);
+        read_bytes += 2 * job->num_keys[s] * job->key_heads * (width + job->value.width);
         count += job->key_heads * round_up(job->num_queries[s] * job->heads, ROWS) / ROWS;
+    }
+    threads = useful_threads(flops, read_bytes, threads);
     Unit *units = malloc(sizeof(Unit) * (size_t)count);
     const long bytes = room_bytes(width, job->value.width);
     int failed = 0;

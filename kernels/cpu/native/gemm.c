@@ -67,6 +67,7 @@ void bmla_linear(const bf16 *x, long x_stride, long rows, const bf16 *weight, lo
                  int threads) {
     const long panels = (columns + PANEL - 1) / PANEL, most = chunk_rows(depth);
     const long chunks = (rows + most - 1) / most;
+    threads = useful_threads(2 * rows * depth * columns, 2 * depth * columns, threads);
     long group = panels * chunks / (threads * 4);
     group = group < 1 ? 1 : smaller(group, panels);
     const long groups = (panels + group - 1) / group;
@@ -84,7 +85,8 @@ void bmla_heads(const bf16 *x, long x_stride, long x_step, long rows, const bf16
                 long weight_step, long depth, long columns, bf16 *out, long out_stride,
                 long out_step, long heads, int threads) {
     const long panels = (columns + PANEL - 1) / PANEL, most = chunk_rows(depth);
-    const long chunks = (rows + most - 1) / most;
+    const long chunks = (rows + most - 1) / most, values = heads * depth * columns;
+    threads = useful_threads(2 * rows * values, 2 * values, threads);
 #pragma omp parallel for num_threads(threads) schedule(dynamic)
     for (long unit = 0; unit < heads * chunks; unit++) {
         long head = unit / chunks, row = unit % chunks * most;
@@ -115,7 +117,8 @@ void bmla_heads_up(const bf16 *x, long x_stride, long x_step, long rows, const b
                    long up_step, long depth, long columns, bf16 *out, long out_stride,
                    long out_step, long heads, int threads) {
     const long panels = columns / PANEL, group = smaller(panels, MAX_UP_VALUES / (depth * PANEL));
-    const long groups = (panels + group - 1) / group;
+    const long groups = (panels + group - 1) / group, values = heads * depth * columns;
+    threads = useful_threads(2 * rows * values, 2 * values, threads);
 #pragma omp parallel for num_threads(threads) schedule(dynamic)
     for (long unit = 0; unit < heads * groups; unit++) {
         bf16 laid[MAX_UP_VALUES] __attribute__((aligned(64)));
@@ -177,7 +180,9 @@ int bmla_experts(const bf16 *x, long tokens, long width, long hidden_width, long
                  const bf16 *down, bf16 *work, bf16 *out, int threads) {
     const long choices = tokens * active, pieces = 2;
     const long up_most = chunk_rows(width), down_most = chunk_rows(hidden_width);
-    const long least = smaller(up_most, down_most);
+    const long least = smaller(up_most, down_most), expert_values = 3 * width * hidden_width;
+    threads = useful_threads(2 * choices * expert_values,
+                             2 * smaller(choices, experts) * expert_values, threads);
     long *table = calloc((size_t)(experts + 1 + 2 * choices), sizeof(long));
     Unit *units = malloc(sizeof(Unit) * (size_t)(pieces * (experts + choices / least + 1)));
     if (!table || !units) {

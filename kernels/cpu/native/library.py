@@ -104,7 +104,8 @@ def _compile(compiler: str, path: Path) -> None:
         except (OSError, subprocess.TimeoutExpired) as error:
             raise Unavailable(f"{compiler} failed: {error}") from None
         if done.returncode != 0:
-            last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-            raise Unavailable(f"{compiler} failed: {last}")
+            lines = done.stderr.splitlines()
+            told = next((line for line in lines if "error" in line), f"exit code {done.returncode}")
+            raise Unavailable(f"{compiler} failed: {told}")
         made.replace(path)
     logger.info("compiled the CPU kernels to %s", path)

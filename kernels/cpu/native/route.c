@@ -109,6 +109,7 @@ static void choose(const Router *router, const float *scores, const float *bias,
 int bmla_route(const Router *router, const bf16 *x, long tokens, long width, const float *weight,
                const float *bias, float *weights, int64_t *ids, int threads) {
     const long experts = router->experts, values = experts * (TOKENS + 3);
+    threads = useful_threads(8 * tokens * experts * width, 0, threads);
     float *memory = malloc(sizeof(float) * (size_t)(values * threads));
     if (!memory) return 1;
 #pragma omp parallel for num_threads(threads) schedule(static)

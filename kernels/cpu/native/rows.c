@@ -32,6 +32,7 @@ static void scale_row(const bf16 *x, const bf16 *weight, long width, float scale
 /* out = weight * t / sqrt(mean(t^2) + eps) with t = x, or x + y rounded and kept in `total`. */
 void bmla_norm(const bf16 *x, long x_stride, const bf16 *y, bf16 *total, const bf16 *weight,
                long rows, long width, float eps, bf16 *out, int threads) {
+    threads = useful_threads(0, 8 * rows * width, threads);
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (long row = 0; row < rows; row++) {
         const bf16 *source = x + row * x_stride;
@@ -62,7 +63,8 @@ static void rotate(const bf16 *x, bf16 *out, const float *cos, const float *sin,
 /* In place, `heads` heads a row. */
 void bmla_rope(bf16 *x, long rows, long heads, long row_stride, long head_stride, const float *cos,
                const float *sin, long width, int is_halves, int threads) {
-#pragma omp parallel for num_threads(threads) schedule(static) if (rows * heads > 64)
+    threads = useful_threads(0, 32 * rows * heads * width, threads);
+#pragma omp parallel for num_threads(threads) schedule(static)
     for (long row = 0; row < rows; row++)
         for (long head = 0; head < heads; head++) {
             bf16 *at = x + row * row_stride + head * head_stride;
@@ -74,6 +76,7 @@ void bmla_rope(bf16 *x, long rows, long heads, long row_stride, long head_stride
 void bmla_write_latent(bf16 *cache, const int64_t *slots, const bf16 *x, long x_stride, long rows,
                        const bf16 *weight, long latent, float eps, const float *cos,
                        const float *sin, long width, int threads) {
+    threads = useful_threads(0, 8 * rows * latent + 32 * rows * width, threads);
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (long row = 0; row < rows; row++) {
         const bf16 *source = x + row * x_stride;
@@ -88,7 +91,8 @@ void bmla_write_latent(bf16 *cache, const int64_t *slots, const bf16 *x, long x_
 /* cache[slot] = row */
 void bmla_write(char *cache, const int64_t *slots, const char *x, long x_bytes, long rows,
                 long row_bytes, int threads) {
-#pragma omp parallel for num_threads(threads) schedule(static) if (rows * row_bytes > 65536)
+    threads = useful_threads(0, 2 * rows * row_bytes, threads);
+#pragma omp parallel for num_threads(threads) schedule(static)
     for (long row = 0; row < rows; row++)
         memcpy(cache + slots[row] * row_bytes, x + row * x_bytes, (size_t)row_bytes);
 }
