@@ -194,6 +194,19 @@ def test_without_them_torch_takes_their_place(
     assert not list(tmp_path.rglob("*.so"))
 
 
+def test_a_damaged_library_is_compiled_anew(
+    ops: Ops, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(Path, "home", lambda: tmp_path)
+    (tmp_path / ".cache" / "batchmla").mkdir(parents=True)
+    name = library.library_name(library.load_library())
+    path = tmp_path / ".cache" / "batchmla" / f"{name}.so"
+    path.unlink()
+    path.write_bytes(b"cut short")
+    assert library.load_library()._name == str(path)
+    assert path.stat().st_size > 1000
+
+
 def test_a_changed_source_is_compiled_anew(ops: Ops, monkeypatch: pytest.MonkeyPatch) -> None:
     before = library.library_name(library.load_library())
     assert before in ops.name

@@ -40,15 +40,23 @@ def load_library() -> ctypes.CDLL:
     if compiler is None:
         raise Unavailable(f"no C compiler ({', '.join(COMPILERS)}) is installed")
     path = _folder() / f"kernels-{_digest(compiler)}.so"
-    if not path.exists():
+    library = _loaded(path) if path.exists() else None
+    if library is None:  # not there, or damaged
         _compile(compiler, path)
-    try:
-        library = ctypes.CDLL(str(path))
-    except OSError as error:
-        raise Unavailable(f"{path} cannot be loaded: {error}") from None
+        library = _loaded(path)
+    if library is None:
+        raise Unavailable(f"{path} cannot be loaded")
     if library.bmla_request_tiles() != 0:
         raise Unavailable("the system does not grant the use of matrix tiles")
     return library
+
+
+def _loaded(path: Path) -> ctypes.CDLL | None:
+    try:
+        return ctypes.CDLL(str(path))
+    except OSError as error:
+        logger.warning("the compiled kernels cannot be loaded: %s", error)
+        return None
 
 
 def library_name(library: ctypes.CDLL) -> str:
