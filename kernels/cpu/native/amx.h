@@ -91,11 +91,7 @@ static inline int useful_threads(long flops, long bytes, int threads) {
     return flops > 60000000 || bytes > 1000000 ? threads : 1;
 }
 
-static inline __m512 wide(const bf16 *values) {
-    __m512i bits = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)values));
-    return _mm512_castsi512_ps(_mm512_slli_epi32(bits, 16));
-}
-
+/* Up to 16 values in float32, 0 where `mask` has none. */
 static inline __m512 wide_some(const bf16 *values, __mmask16 mask) {
     __m512i bits = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, values));
     return _mm512_castsi512_ps(_mm512_slli_epi32(bits, 16));
@@ -129,6 +125,16 @@ static inline __m512 silu(__m512 x) {
     const __m512 one = _mm512_set1_ps(1.0f);
     __m512 bound = _mm512_min_ps(_mm512_sub_ps(_mm512_setzero_ps(), x), _mm512_set1_ps(88.0f));
     return _mm512_div_ps(x, _mm512_add_ps(one, exponential(bound)));
+}
+
+/* Two rows of 32 values as pairs: columns 0-15 to `left`, 16-31 to `right`. */
+static inline void pair_rows(__m512i even, __m512i odd, bf16 *left, bf16 *right) {
+    const __m512i low = _mm512_set_epi16(
+        47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8,
+        39, 7, 38, 6, 37, 5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
+    const __m512i high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
+    _mm512_storeu_si512(left, _mm512_permutex2var_epi16(even, low, odd));
+    _mm512_storeu_si512(right, _mm512_permutex2var_epi16(even, high, odd));
 }
 
 /* Transposes 16 x 16 values of four bytes. */

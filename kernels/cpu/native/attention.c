@@ -122,10 +122,6 @@ static void score_tile(const Job *job, Unit unit, const int64_t *pages, long pos
 /* 32 value rows from `position` on as pairs; rows from `end` on count as zeros. */
 static void lay_values(const Job *job, Unit unit, const int64_t *pages, long position, long end,
                        bf16 *target) {
-    const __m512i low = _mm512_set_epi16(
-        47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8,
-        39, 7, 38, 6, 37, 5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
-    const __m512i high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
     const long width = job->value.width;
     for (long pair = 0; pair < TILE; pair++) {
         long at = position + 2 * pair;
@@ -137,8 +133,7 @@ static void lay_values(const Job *job, Unit unit, const int64_t *pages, long pos
             __m512i a = rows[0] ? _mm512_loadu_si512(rows[0] + column) : zero;
             __m512i b = rows[1] ? _mm512_loadu_si512(rows[1] + column) : zero;
             bf16 *tile = target + column / TILE * TILE_VALUES + pair * DEPTH;
-            _mm512_storeu_si512(tile, _mm512_permutex2var_epi16(a, low, b));
-            _mm512_storeu_si512(tile + TILE_VALUES, _mm512_permutex2var_epi16(a, high, b));
+            pair_rows(a, b, tile, tile + TILE_VALUES);
         }
     }
 }

@@ -173,14 +173,10 @@ class NativeAttention:
     ) -> None:
         """A product for every head; its weight lies `step` elements behind the one before."""
         product(
-            ctypes.c_void_p(x_NHI.data_ptr()),
-            *map(ctypes.c_long, (x_NHI.stride(0), x_NHI.stride(1), num_rows)),
-            ctypes.c_void_p(weight.data_ptr() + start * weight.element_size()),
-            *map(ctypes.c_long, (step, *sizes)),
-            ctypes.c_void_p(out.data_ptr()),
-            *map(ctypes.c_long, (*out_strides, x_NHI.shape[1])),
-            ctypes.c_int(torch.get_num_threads()),
-        )
+            x_NHI.data_ptr(), *x_NHI.stride()[:2], num_rows,
+            weight.data_ptr() + start * weight.element_size(), step, *sizes,
+            out.data_ptr(), *out_strides, x_NHI.shape[1], torch.get_num_threads(),
+        )  # fmt: skip
 
     def _expanded(
         self,
@@ -242,5 +238,5 @@ class NativeAttention:
             value=value,
             scale=scale,
         )
-        if self._library.bmla_attend(ctypes.byref(job), ctypes.c_int(torch.get_num_threads())):
+        if self._library.bmla_attend(ctypes.byref(job), torch.get_num_threads()):
             raise MemoryError("no memory for the buffers of attention")

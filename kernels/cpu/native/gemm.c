@@ -98,16 +98,11 @@ void bmla_heads(const bf16 *x, long x_stride, long x_step, long rows, const bf16
 
 /* A panel of up[I, O], whose rows are inputs: rows 2k and 2k + 1 become pairs. */
 static void interleave(const bf16 *up, long stride, long depth, bf16 *panel) {
-    const __m512i low = _mm512_set_epi16(
-        47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8,
-        39, 7, 38, 6, 37, 5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
-    const __m512i high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
     for (long k = 0; k < depth; k += 2) {
         __m512i even = _mm512_loadu_si512(up + k * stride);
         __m512i odd = _mm512_loadu_si512(up + (k + 1) * stride);
         bf16 *target = panel + k / DEPTH * 2 * TILE_VALUES + k % DEPTH / 2 * DEPTH;
-        _mm512_storeu_si512(target, _mm512_permutex2var_epi16(even, low, odd));
-        _mm512_storeu_si512(target + TILE_VALUES, _mm512_permutex2var_epi16(even, high, odd));
+        pair_rows(even, odd, target, target + TILE_VALUES);
     }
 }
 

@@ -24,6 +24,20 @@ FLAGS = (
     "-mavx512dq", "-mavx512vl", "-mavx512bf16", "-mamx-tile", "-mamx-bf16",
 )  # fmt: skip
 COMPILERS = ("cc", "gcc", "clang")
+# the arguments of every function: p a pointer, l a long, i an int, f a float
+ARGUMENTS = {
+    "bmla_request_tiles": "",
+    "bmla_linear": "pllpllpplii",
+    "bmla_heads": "plllplllpllli",
+    "bmla_heads_up": "plllplllpllli",
+    "bmla_experts": "plllllppppppi",
+    "bmla_attend": "pi",
+    "bmla_norm": "plpppllfpi",
+    "bmla_rope": "pllllpplii",
+    "bmla_write": "pppllli",
+    "bmla_write_latent": "pppllplfppli",
+    "bmla_route": "ppllppppi",
+}
 COMPILE_S = 120
 
 
@@ -53,10 +67,14 @@ def load_library() -> ctypes.CDLL:
 
 def _loaded(path: Path) -> ctypes.CDLL | None:
     try:
-        return ctypes.CDLL(str(path))
+        library = ctypes.CDLL(str(path))
     except OSError as error:
         logger.warning("the compiled kernels cannot be loaded: %s", error)
         return None
+    kinds = {"p": ctypes.c_void_p, "l": ctypes.c_long, "i": ctypes.c_int, "f": ctypes.c_float}
+    for name, letters in ARGUMENTS.items():
+        getattr(library, name).argtypes = [kinds[letter] for letter in letters]
+    return library
 
 
 def library_name(library: ctypes.CDLL) -> str:

@@ -54,16 +54,10 @@ def panel_linear(
     outputs, depth = weight.shape
     y_TO = x_TI.new_empty(len(x_TI), outputs, dtype=torch.float32 if is_float else torch.bfloat16)
     library.bmla_linear(
-        ctypes.c_void_p(x_TI.data_ptr()),
-        *map(ctypes.c_long, (x_TI.stride(0), len(x_TI))),
-        ctypes.c_void_p(weight.panels.data_ptr()),
-        *map(ctypes.c_long, (depth, outputs)),
-        ctypes.c_void_p(None if bias_O is None else bias_O.data_ptr()),
-        ctypes.c_void_p(y_TO.data_ptr()),
-        ctypes.c_long(outputs),
-        ctypes.c_int(is_float),
-        ctypes.c_int(torch.get_num_threads()),
-    )
+        x_TI.data_ptr(), x_TI.stride(0), len(x_TI), weight.panels.data_ptr(), depth, outputs,
+        None if bias_O is None else bias_O.data_ptr(), y_TO.data_ptr(), outputs, is_float,
+        torch.get_num_threads(),
+    )  # fmt: skip
     return y_TO
 
 
@@ -127,16 +121,10 @@ class NativeProducts:
         out_TM = torch.empty_like(x_TM)
         x_TM, weights_TA, ids_TA = x_TM.contiguous(), weights_TA.contiguous(), ids_TA.contiguous()
         failed = self._library.bmla_experts(
-            ctypes.c_void_p(x_TM.data_ptr()),
-            *map(ctypes.c_long, (num_tokens, width, hidden, up.shape[0], active)),
-            ctypes.c_void_p(ids_TA.data_ptr()),
-            ctypes.c_void_p(weights_TA.data_ptr()),
-            ctypes.c_void_p(up.panels.data_ptr()),
-            ctypes.c_void_p(down.panels.data_ptr()),
-            ctypes.c_void_p(work.data_ptr()),
-            ctypes.c_void_p(out_TM.data_ptr()),
-            ctypes.c_int(torch.get_num_threads()),
-        )
+            x_TM.data_ptr(), num_tokens, width, hidden, up.shape[0], active, ids_TA.data_ptr(),
+            weights_TA.data_ptr(), up.panels.data_ptr(), down.panels.data_ptr(), work.data_ptr(),
+            out_TM.data_ptr(), torch.get_num_threads(),
+        )  # fmt: skip
         if failed:
             raise MemoryError("no memory for the tables of the experts")
         return out_TM

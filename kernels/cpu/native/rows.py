@@ -8,16 +8,16 @@ import torch
 from batchmla.kernels.ops import Ops, RopeLayout, RouterDims, Scoring
 
 
-def _pointer(tensor: torch.Tensor | None) -> ctypes.c_void_p:
-    return ctypes.c_void_p(None if tensor is None else tensor.data_ptr())
-
-
-def _threads() -> ctypes.c_int:
-    return ctypes.c_int(torch.get_num_threads())
+def _pointer(tensor: torch.Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
 
 
 def _is_served(*tensors: torch.Tensor) -> bool:
     return all(t.dtype == torch.bfloat16 and t.stride(-1) == 1 for t in tensors)
+
+
+def _are_angles(*tensors: torch.Tensor) -> bool:
+    return all(t.dtype == torch.float32 and t.is_contiguous() for t in tensors)
 
 
 class _Router(ctypes.Structure):
@@ -68,9 +68,9 @@ class NativeRows:
     ) -> torch.Tensor:
         out_TM = x_TM.new_empty(x_TM.shape)
         self._library.bmla_norm(
-            _pointer(x_TM), ctypes.c_long(x_TM.stride(0)), _pointer(residual_TM),
-            _pointer(total_TM), _pointer(weight_M), *map(ctypes.c_long, x_TM.shape),
-            ctypes.c_float(eps), _pointer(out_TM), _threads(),
+            _pointer(x_TM), x_TM.stride(0), _pointer(residual_TM),
+            _pointer(total_TM), _pointer(weight_M), *x_TM.shape,
+            eps, _pointer(out_TM), torch.get_num_threads(),
         )  # fmt: skip
         return out_TM
 
@@ -82,14 +82,14 @@ class NativeRows:
         layout: RopeLayout,
     ) -> None:
         """Rotates in place."""
-        if not _is_served(x_THR):
+        if not _is_served(x_THR) or not _are_angles(cos_TR, sin_TR):
             self._plain.rope(x_THR, cos_TR, sin_TR, layout)
             return
         rows, heads, width = x_THR.shape
         self._library.bmla_rope(
-            _pointer(x_THR), *map(ctypes.c_long, (rows, heads, x_THR.stride(0), x_THR.stride(1))),
-            _pointer(cos_TR), _pointer(sin_TR), ctypes.c_long(width),
-            ctypes.c_int(layout is RopeLayout.HALVES), _threads(),
+            _pointer(x_THR), rows, heads, x_THR.stride(0), x_THR.stride(1),
+            _pointer(cos_TR), _pointer(sin_TR), width,
+            layout is RopeLayout.HALVES, torch.get_num_threads(),
         )  # fmt: skip
 
     def write(self, cache_PBW: torch.Tensor, slots_T: torch.Tensor, rows_TW: torch.Tensor) -> None:
@@ -100,8 +100,8 @@ class NativeRows:
         size = rows_TW.element_size()
         self._library.bmla_write(
             _pointer(cache_PBW), _pointer(slots_T), _pointer(rows_TW),
-            *map(ctypes.c_long, (rows_TW.stride(0) * size, len(rows_TW), rows_TW.shape[1] * size)),
-            _threads(),
+            rows_TW.stride(0) * size, len(rows_TW), rows_TW.shape[1] * size,
+            torch.get_num_threads(),
         )  # fmt: skip
 
     def write_latent(
@@ -115,15 +115,15 @@ class NativeRows:
         sin_TR: torch.Tensor,
     ) -> None:
         """norm ‖ rope into the cache."""
-        if not _is_served(cache_PBW, latent_TX, weight_C):
+        if not _is_served(cache_PBW, latent_TX, weight_C) or not _are_angles(cos_TR, sin_TR):
             self._plain.write_latent(cache_PBW, slots_T, latent_TX, weight_C, eps, cos_TR, sin_TR)
             return
         latent, width = len(weight_C), latent_TX.shape[1] - len(weight_C)
         self._library.bmla_write_latent(
             _pointer(cache_PBW), _pointer(slots_T), _pointer(latent_TX),
-            ctypes.c_long(latent_TX.stride(0)), ctypes.c_long(len(latent_TX)), _pointer(weight_C),
-            ctypes.c_long(latent), ctypes.c_float(eps), _pointer(cos_TR), _pointer(sin_TR),
-            ctypes.c_long(width), _threads(),
+            latent_TX.stride(0), len(latent_TX), _pointer(weight_C),
+            latent, eps, _pointer(cos_TR), _pointer(sin_TR),
+            width, torch.get_num_threads(),
         )  # fmt: skip
 
     def route(
@@ -150,9 +150,9 @@ class NativeRows:
             scale=dims.scale,
         )
         failed = self._library.bmla_route(
-            ctypes.byref(router), _pointer(x_TM), *map(ctypes.c_long, (num_tokens, width)),
+            ctypes.byref(router), _pointer(x_TM), num_tokens, width,
             _pointer(weight_EM), _pointer(bias_E), _pointer(weights_TA), _pointer(ids_TA),
-            _threads(),
+            torch.get_num_threads(),
         )  # fmt: skip
         if failed:
             raise MemoryError("no memory for the scores of the router")
