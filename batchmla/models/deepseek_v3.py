@@ -5,7 +5,7 @@ bias (DeepSeek-V3 report); Kimi-K2 is a V3 with one group.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,19 +23,18 @@ from batchmla.models.base import Plans
 from batchmla.models.decoder import Decoder, Layer
 from batchmla.models.hf import (
     MAX_EXPERTS,
-    MAX_HEAD_WIDTH,
     MAX_LAYERS,
     Fields,
     read_active,
-    read_rope,
+    read_latent_attention,
     read_sigmoid_router,
 )
 from batchmla.models.names import (
-    layer_rule,
+    latent_rules,
     mlp_rules,
-    moe_rules,
     norm_rules,
     outer_rules,
+    shared_moe_rules,
     skip_mtp,
 )
 from batchmla.parallel import Par
@@ -79,12 +78,7 @@ class Config:
             fields.require(name, False)
         fields.require("rope_interleave", True)
         fields.require("moe_layer_freq", 1)
-        num_heads, rope_width = (
-            fields.integer("num_attention_heads"),
-            fields.even("qk_rope_head_dim"),
-        )
-        nope = fields.integer("qk_nope_head_dim", most=MAX_HEAD_WIDTH)
-        rope, score_factor = read_rope(fields, rope_width)
+        attention, rope = read_latent_attention(fields)
         num_layers = fields.integer("num_hidden_layers", most=MAX_LAYERS)
         return Config(
             num_layers=num_layers,
@@ -100,16 +94,9 @@ class Config:
             num_shared=fields.count("n_shared_experts", 2 if is_v2 else 1),
             router=_read_v2_router(fields) if is_v2 else read_sigmoid_router(fields),
             has_router_bias=not is_v2,
-            num_heads=num_heads,
+            num_heads=attention.heads,
             query_rank=fields.optional("q_lora_rank"),
-            attention=MlaDims(
-                heads=num_heads,
-                nope=nope,
-                rope=rope_width,
-                value=fields.integer("v_head_dim", most=MAX_HEAD_WIDTH),
-                latent=fields.integer("kv_lora_rank"),
-                scale=(nope + rope_width) ** -0.5 * score_factor,
-            ),
+            attention=attention,
             eps=fields.number("rms_norm_eps", 1e-6),
             rope=rope,
             is_tied=fields.flag("tie_word_embeddings", False),
@@ -167,14 +154,7 @@ class DeepseekV3(Decoder):
 def build(config: Config, par: Par, ops: Ops) -> DeepseekV3:
     """The model with empty weights."""
     rope, whole = Rope(config.rope), config.attention
-    dims = MlaDims(
-        heads=par.placement.local(config.num_heads, "attention heads"),
-        nope=whole.nope,
-        rope=whole.rope,
-        value=whole.value,
-        latent=whole.latent,
-        scale=whole.scale,
-    )
+    dims = replace(whole, heads=par.placement.local(config.num_heads, "attention heads"))
 
     def plan_step(step: Step, dtype: torch.dtype) -> Plans:
         forms = model.mla_forms
@@ -212,59 +192,21 @@ def _build_moe(config: Config, par: Par, ops: Ops) -> Moe:
 
 def rules(config: Config) -> tuple[Rule | Skip, ...]:
     """Hugging Face's names."""
+    everywhere = range(config.num_layers)
     found = outer_rules(config.vocab_size, config.width, config.is_tied)
     if config.num_mtp_layers:
         found.append(skip_mtp(config.num_layers))
     return (
         *found,
-        *norm_rules(range(config.num_layers), config.width),
-        *_attention_rules(config),
-        *_ffn_rules(config),
+        *norm_rules(everywhere, config.width),
+        *latent_rules(everywhere, config.width, config.attention, config.query_rank),
+        *mlp_rules(everywhere[: config.num_dense_layers], config.width, config.ffn_width),
+        *shared_moe_rules(
+            everywhere[config.num_dense_layers :],
+            config.width,
+            config.expert_width,
+            config.num_experts,
+            config.num_shared * config.expert_width,
+            config.has_router_bias,
+        ),
     )
-
-
-def _attention_rules(config: Config) -> list[Rule]:
-    layers, width, dims, rank = (
-        range(config.num_layers), config.width, config.attention, config.query_rank,
-    )  # fmt: skip
-    q_rows, attn = dims.heads * (dims.nope + dims.rope), "self_attn"
-    if rank is None:
-        found = [
-            layer_rule(layers, f"{attn}.q_proj.weight", "attention.down.weight", (q_rows, width), 0)
-        ]
-    else:
-        found = [
-            layer_rule(layers, f"{attn}.q_a_proj.weight", "attention.down.weight", (rank, width)),
-            layer_rule(layers, f"{attn}.q_a_layernorm.weight", "attention.q_norm.weight", (rank,)),
-            layer_rule(layers, f"{attn}.q_b_proj.weight", "attention.q_up.weight",
-                       (q_rows, rank), 0),
-        ]  # fmt: skip
-    return [
-        *found,
-        layer_rule(layers, f"{attn}.kv_a_proj_with_mqa.weight", "attention.down.weight",
-                   (dims.latent + dims.rope, width)),
-        layer_rule(layers, f"{attn}.kv_a_layernorm.weight", "attention.latent_norm.weight",
-                   (dims.latent,)),
-        layer_rule(layers, f"{attn}.kv_b_proj.weight", "attention.kv_b",
-                   (dims.heads * (dims.nope + dims.value), dims.latent), 0),
-        layer_rule(layers, f"{attn}.o_proj.weight", "attention.out.weight",
-                   (width, dims.heads * dims.value), 1),
-    ]  # fmt: skip
-
-
-def _ffn_rules(config: Config) -> list[Rule]:
-    dense = range(config.num_dense_layers)
-    sparse = range(config.num_dense_layers, config.num_layers)
-    width, shared_width = config.width, config.num_shared * config.expert_width
-    found = [
-        *mlp_rules(dense, width, config.ffn_width),
-        *moe_rules(sparse, width, config.expert_width, config.num_experts),
-    ]
-    if config.has_router_bias:
-        found.append(
-            layer_rule(sparse, "mlp.gate.e_score_correction_bias", "ffn.router.bias",
-                       (config.num_experts,))
-        )  # fmt: skip
-    if shared_width:
-        found += mlp_rules(sparse, width, shared_width, "mlp.shared_experts", "ffn.shared")
-    return found

@@ -29,16 +29,17 @@ from batchmla.models.hf import (
     MAX_HEAD_WIDTH,
     MAX_LAYERS,
     Fields,
-    read_rope,
+    read_latent_attention,
     read_sigmoid_router,
     shown,
 )
 from batchmla.models.names import (
+    latent_rules,
     layer_rule,
     mlp_rules,
-    moe_rules,
     norm_rules,
     outer_rules,
+    shared_moe_rules,
     skip_mtp,
 )
 from batchmla.parallel import Par
@@ -82,10 +83,7 @@ class Config:
             fields.require(name, False)
         fields.require("rope_interleave", True)
         fields.require("moe_layer_freq", 1)
-        num_heads = fields.integer("num_attention_heads")
-        rope_width = fields.even("qk_rope_head_dim")
-        nope = fields.integer("qk_nope_head_dim", most=MAX_HEAD_WIDTH)
-        rope, score_factor = read_rope(fields, rope_width)
+        attention, rope = read_latent_attention(fields)
         num_layers = fields.integer("num_hidden_layers", most=MAX_LAYERS)
         return Config(
             num_layers=num_layers,
@@ -98,17 +96,10 @@ class Config:
             num_experts=fields.integer("n_routed_experts", most=MAX_EXPERTS),
             num_shared=fields.count("n_shared_experts", 1),
             router=read_sigmoid_router(fields),
-            num_heads=num_heads,
+            num_heads=attention.heads,
             query_rank=fields.integer("q_lora_rank"),
-            attention=MlaDims(
-                heads=num_heads,
-                nope=nope,
-                rope=rope_width,
-                value=fields.integer("v_head_dim", most=MAX_HEAD_WIDTH),
-                latent=fields.integer("kv_lora_rank"),
-                scale=(nope + rope_width) ** -0.5 * score_factor,
-            ),
-            index=_read_index(fields, rope_width),
+            attention=attention,
+            index=_read_index(fields, attention.rope),
             eps=fields.number("rms_norm_eps", 1e-6),
             rope=rope,
             is_tied=fields.flag("tie_word_embeddings", False),
@@ -213,53 +204,38 @@ def _build_moe(config: Config, par: Par, ops: Ops) -> Moe:
 
 def rules(config: Config) -> tuple[Rule | Skip, ...]:
     """Hugging Face's names."""
+    everywhere = range(config.num_layers)
     found = outer_rules(config.vocab_size, config.width, config.is_tied)
     if config.num_mtp_layers:
         found.append(skip_mtp(config.num_layers))
     return (
         *found,
-        *norm_rules(range(config.num_layers), config.width),
-        *_attention_rules(config),
-        *_ffn_rules(config),
+        *norm_rules(everywhere, config.width),
+        *latent_rules(everywhere, config.width, config.attention, config.query_rank),
+        *_indexer_rules(everywhere, config),
+        *mlp_rules(everywhere[: config.num_dense_layers], config.width, config.ffn_width),
+        *shared_moe_rules(
+            everywhere[config.num_dense_layers :],
+            config.width,
+            config.expert_width,
+            config.num_experts,
+            config.num_shared * config.expert_width,
+            True,
+        ),
     )
 
 
-def _attention_rules(config: Config) -> list[Rule]:
-    layers, dims, index, rank = (
-        range(config.num_layers), config.attention, config.index, config.query_rank,
-    )  # fmt: skip
-    shapes: tuple[tuple[str, str, tuple[int, ...], int | None], ...] = (
-        ("q_a_proj.weight", "down.weight", (rank, config.width), None),
-        ("kv_a_proj_with_mqa.weight", "down.weight",
-         (dims.latent + dims.rope, config.width), None),
-        ("indexer.wk.weight", "down.weight", (index.width, config.width), None),
-        ("q_a_layernorm.weight", "q_norm.weight", (rank,), None),
-        ("q_b_proj.weight", "q_up.weight", (dims.heads * (dims.nope + dims.rope), rank), 0),
-        ("kv_a_layernorm.weight", "latent_norm.weight", (dims.latent,), None),
-        ("kv_b_proj.weight", "kv_b", (dims.heads * (dims.nope + dims.value), dims.latent), 0),
-        ("o_proj.weight", "out.weight", (config.width, dims.heads * dims.value), 1),
-        ("indexer.wq_b.weight", "indexer.query.weight", (index.heads * index.width, rank), None),
-        ("indexer.k_norm.weight", "indexer.key_norm.weight", (index.width,), None),
-        ("indexer.k_norm.bias", "indexer.key_norm.bias", (index.width,), None),
-        ("indexer.weights_proj.weight", "indexer.head_weights",
-         (index.heads, config.width), None),
-    )  # fmt: skip
+def _indexer_rules(layers: range, config: Config) -> list[Rule]:
+    """Its key projection is stacked behind those of the query and the latent."""
+    index, rank = config.index, config.query_rank
+    shapes: tuple[tuple[str, str, tuple[int, ...]], ...] = (
+        ("wk.weight", "down.weight", (index.width, config.width)),
+        ("wq_b.weight", "indexer.query.weight", (index.heads * index.width, rank)),
+        ("k_norm.weight", "indexer.key_norm.weight", (index.width,)),
+        ("k_norm.bias", "indexer.key_norm.bias", (index.width,)),
+        ("weights_proj.weight", "indexer.head_weights", (index.heads, config.width)),
+    )
     return [
-        layer_rule(layers, f"self_attn.{source}", f"attention.{target}", shape, axis)
-        for source, target, shape, axis in shapes
+        layer_rule(layers, f"self_attn.indexer.{source}", f"attention.{target}", shape)
+        for source, target, shape in shapes
     ]
-
-
-def _ffn_rules(config: Config) -> list[Rule]:
-    dense = range(config.num_dense_layers)
-    sparse_layers = range(config.num_dense_layers, config.num_layers)
-    width, shared_width = config.width, config.num_shared * config.expert_width
-    found = [
-        *mlp_rules(dense, width, config.ffn_width),
-        *moe_rules(sparse_layers, width, config.expert_width, config.num_experts),
-        layer_rule(sparse_layers, "mlp.gate.e_score_correction_bias", "ffn.router.bias",
-                   (config.num_experts,)),
-    ]  # fmt: skip
-    if shared_width:
-        found += mlp_rules(sparse_layers, width, shared_width, "mlp.shared_experts", "ffn.shared")
-    return found

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from batchmla.errors import JobError
-from batchmla.kernels.ops import RouterDims
+from batchmla.kernels.ops import MlaDims, RouterDims
 from batchmla.layers.rope import RopeKind, RopeSpec, yarn_magnitude
 
 DTYPES = ("bfloat16", "float16", "float32")
@@ -196,6 +196,22 @@ def read_active(fields: Fields, groups: int, kept: int) -> int:
             f"{num_experts // groups * kept} experts of topk_group {kept}"
         )
     return active
+
+
+def read_latent_attention(fields: Fields) -> tuple[MlaDims, RopeSpec]:
+    """DeepSeek's widths of all heads, with YaRN's factor in the scale, and the angles."""
+    rope_width = fields.even("qk_rope_head_dim")
+    nope = fields.integer("qk_nope_head_dim", most=MAX_HEAD_WIDTH)
+    rope, score_factor = read_rope(fields, rope_width)
+    dims = MlaDims(
+        heads=fields.integer("num_attention_heads"),
+        nope=nope,
+        rope=rope_width,
+        value=fields.integer("v_head_dim", most=MAX_HEAD_WIDTH),
+        latent=fields.integer("kv_lora_rank"),
+        scale=(nope + rope_width) ** -0.5 * score_factor,
+    )
+    return dims, rope
 
 
 def read_rope(

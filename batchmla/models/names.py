@@ -5,6 +5,7 @@ Shapes are those of whole tensors, before ranks cut them.
 
 from collections.abc import Sequence
 
+from batchmla.kernels.ops import MlaDims
 from batchmla.weights.rules import Rule, Skip
 
 
@@ -76,6 +77,39 @@ def gqa_rules(
     return [*found, out]
 
 
+def latent_rules(
+    layers: Sequence[int], width: int, dims: MlaDims, query_rank: int | None
+) -> list[Rule]:
+    """Latent attention: the query's and the latent's down-projections stacked; `dims` of all
+    heads. `query_rank` None: queries are projected from the input at once."""
+    q_rows, kv_rows = (dims.heads * (dims.nope + each) for each in (dims.rope, dims.value))
+    attn = "self_attn"
+    if query_rank is None:
+        found = [
+            layer_rule(layers, f"{attn}.q_proj.weight", "attention.down.weight", (q_rows, width), 0)
+        ]
+    else:
+        found = [
+            layer_rule(layers, f"{attn}.q_a_proj.weight", "attention.down.weight",
+                       (query_rank, width)),
+            layer_rule(layers, f"{attn}.q_a_layernorm.weight", "attention.q_norm.weight",
+                       (query_rank,)),
+            layer_rule(layers, f"{attn}.q_b_proj.weight", "attention.q_up.weight",
+                       (q_rows, query_rank), 0),
+        ]  # fmt: skip
+    return [
+        *found,
+        layer_rule(layers, f"{attn}.kv_a_proj_with_mqa.weight", "attention.down.weight",
+                   (dims.latent + dims.rope, width)),
+        layer_rule(layers, f"{attn}.kv_a_layernorm.weight", "attention.latent_norm.weight",
+                   (dims.latent,)),
+        layer_rule(layers, f"{attn}.kv_b_proj.weight", "attention.kv_b",
+                   (kv_rows, dims.latent), 0),
+        layer_rule(layers, f"{attn}.o_proj.weight", "attention.out.weight",
+                   (width, dims.heads * dims.value), 1),
+    ]  # fmt: skip
+
+
 def mlp_rules(
     layers: Sequence[int], width: int, ffn_width: int, source: str = "mlp", target: str = "ffn"
 ) -> list[Rule]:
@@ -109,3 +143,23 @@ def moe_rules(
         layer_rule(layers, up, "ffn.experts_up", rows, 0, num_experts),
         layer_rule(layers, down, "ffn.experts_down", columns, 1, num_experts),
     ]
+
+
+def shared_moe_rules(
+    layers: Sequence[int],
+    width: int,
+    expert_width: int,
+    num_experts: int,
+    shared_width: int,
+    has_router_bias: bool,
+) -> list[Rule]:
+    """DeepSeek's experts: the routed ones, the router's bias for the choice, the shared one."""
+    found = moe_rules(layers, width, expert_width, num_experts)
+    if has_router_bias:
+        found.append(
+            layer_rule(layers, "mlp.gate.e_score_correction_bias", "ffn.router.bias",
+                       (num_experts,))
+        )  # fmt: skip
+    if shared_width:
+        found += mlp_rules(layers, width, shared_width, "mlp.shared_experts", "ffn.shared")
+    return found
