@@ -1,6 +1,6 @@
 """Changes to the logits of rows that ask for more than plain sampling: counted penalties and biases
 are added, banned words and what a grammar forbids become -inf. Every row is changed by itself.
- N rows of the step, V vocabulary, W words of 32 bits for V.
+N rows of the step, V vocabulary, W words of 32 bits for V.
 """
 
 from collections.abc import Sequence as Items

@@ -1,6 +1,6 @@
 """The reasoning budget of one sequence: counts generated tokens inside the reasoning, then dictates
 the end.
- States: waiting for the opening marker → open → (budget spent, or a loop) forcing → closed; a
+States: waiting for the opening marker → open → (budget spent, or a loop) forcing → closed; a
 complete end marker written by the model closes it too. Closed is final.
 """
 

@@ -1,6 +1,6 @@
 """From logits to the next token of every row: faults, penalties, masks, the draw, forced tokens,
 and what a row asks for beyond that (`adjust.py`, `logprobs.py`).
- Works on all rows at once; the host only looks at what differs by row. A row's result depends on
+Works on all rows at once; the host only looks at what differs by row. A row's result depends on
 its own logits and parameters, on its stream key and on the position, never on its neighbours or on
 earlier steps' order. N rows, V vocabulary, S remembered sequences.
 """

@@ -1,5 +1,5 @@
 """Who gets how many tokens of the next forward pass. Host only; knows no tensors and no model.
- There are no phases: a sequence wants `len(tokens) - computed` tokens, whether they are its prompt,
+There are no phases: a sequence wants `len(tokens) - computed` tokens, whether they are its prompt,
 one generated token, or everything again after a preemption. Sequences that want one token come
 first, then chunks of the others fill the token budget, oldest first; a chunk may end anywhere. When
 pages run out the youngest sequence gives back its own and computes them again later. The oldest is

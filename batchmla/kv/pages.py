@@ -1,5 +1,5 @@
 """Who holds which page of the KV pool: allocate, share by content, free. Host only, no tensors.
- A page is in one of three states: held (one or more references), idle (no reference, but published
+A page is in one of three states: held (one or more references), idle (no reference, but published
 under the hash of its content, so that a later sequence can take it again) or blank (free, content
 unknown). Idle pages are turned blank, least recently used first, only when blank ones run out.
 """

@@ -1,5 +1,5 @@
 """Drawing tokens for all rows at once; `reference/sample.py` says what is drawn.
- Greedy rows cost one argmax. Rows without top-k and top-p need no order: block sums of the weights
+Greedy rows cost one argmax. Rows without top-k and top-p need no order: block sums of the weights
 lead to the token. Rows with them look at the largest few logits, and at more only where those do
 not hold the whole nucleus. Plain torch, so it runs on any device. N rows, V vocabulary, K
 candidates, G blocks of the vocabulary.

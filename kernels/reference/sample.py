@@ -5,7 +5,7 @@
     the largest whose weights reach p of the weight kept so far, min-p what weighs at least min_p
     times the largest the token is the first whose running sum of kept weights exceeds u times their
     total
- Equal logits are ordered by id. The running sum goes from the largest logit down when top-k or
+Equal logits are ordered by id. The running sum goes from the largest logit down when top-k or
 top-p is on, and by id otherwise. Temperature 0 takes the largest logit, the lowest id among equals.
 
 Philox: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC11, section 3.3.
