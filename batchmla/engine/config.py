@@ -12,6 +12,7 @@ from batchmla.core import EngineOptions
 from batchmla.engine.group import Limits
 from batchmla.engine.hardware import Hardware
 from batchmla.engine.settle import (
+    Backend,
     settle_backend,
     settle_dtype,
     settle_exact,
@@ -45,7 +46,7 @@ class EngineConfig:
     """
 
     device: Literal["cuda", "cpu"]
-    backend: Literal["reference", "cpu"]
+    backend: Backend
     dtype: str
     kv_dtype: str
     load_format: Literal["safetensors", "dummy"]
@@ -141,7 +142,7 @@ def draft(
     memory = pool.memory(max_model_len, num_pages)
     return EngineConfig(
         device=hardware.kind,
-        backend=settle_backend(options),
+        backend=settle_backend(options, hardware),
         dtype=dtype,
         kv_dtype=kv_dtype,
         load_format=options.load_format,

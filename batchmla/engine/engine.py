@@ -264,6 +264,6 @@ def _facts(
 
     placement = settle_placement(options, hardware)
     dtype = getattr(torch, settle_dtype(options, config, hardware))
-    ops = kernels.load(settle_backend(options), exact=settle_exact(options, hardware))
+    ops = kernels.load(settle_backend(options, hardware), exact=settle_exact(options, hardware))
     count = count_model(raw_config, placement, ops, dtype)
     return options, config, layout_of, hardware, count.weights_bytes

@@ -18,9 +18,14 @@ def settle_dtype(options: EngineOptions, config: ModelConfig, hardware: Hardware
     return "bfloat16" if hardware.has_fast_bf16 and config.dtype != "float16" else "float16"
 
 
-def settle_backend(options: EngineOptions) -> Literal["reference", "cpu"]:
-    """The kernels: the torch ones on every device until there are others."""
-    return "cpu" if options.backend == "auto" else options.backend
+Backend = Literal["reference", "cpu", "torch"]
+
+
+def settle_backend(options: EngineOptions, hardware: Hardware) -> Backend:
+    """The kernels: on devices other than a CPU torch's until there are others."""
+    if options.backend == "reference":
+        return options.backend
+    return "cpu" if hardware.kind == "cpu" else "torch"
 
 
 def settle_exact(options: EngineOptions, hardware: Hardware) -> bool:
@@ -30,7 +35,7 @@ def settle_exact(options: EngineOptions, hardware: Hardware) -> bool:
             f"engine.deterministic is not built yet for {hardware.kind}; set it to false, or "
             "model.device to cpu"
         )
-    if options.deterministic and settle_backend(options) != "cpu":
+    if options.deterministic and settle_backend(options, hardware) != "cpu":
         raise JobError(
             f"engine.deterministic is not built for the back end {options.backend!r}; use cpu"
         )

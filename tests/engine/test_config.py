@@ -142,7 +142,7 @@ def test_exact_pool_for_tests_still_has_to_hold_one_sequence() -> None:
 
 def test_gpu_runs_the_torch_kernels_and_says_so() -> None:
     config = settle(hardware=H200)
-    assert config.backend == "cpu" and config.notes == ("torch kernels, not tuned",)
+    assert config.backend == "torch" and config.notes == ("torch kernels, not tuned",)
     assert config.layout.page_tokens == 64 and config.max_num_seqs >= 256
     assert config.kv_capacity_tokens > 4_000_000
 
