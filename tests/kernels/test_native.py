@@ -101,6 +101,20 @@ def test_mla_reads_pages(ops: Ops, batch: str, page_tokens: int, form: str) -> N
     assert_close("mla", actual, dense_mla(case, q, kv_b), scale=2)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_a_cache_may_have_another_dtype(ops: Ops, dtype: torch.dtype) -> None:
+    case, q, kv_b = mla_case("mixed", 64)
+    packed, runs, none = ops.pack(PackKind.LATENT, kv_b), whole_runs(case.step), Groups(members=())
+    inner, expanded = read_in_place(case.step, runs), expanded_first(case.step, runs)
+    for pair in ((inner, none), (none, expanded)):
+        expected = ops.mla(q, case.cache, packed, *pair, DIMS)
+        assert torch.equal(ops.mla(q, case.cache.to(dtype), packed, *pair, DIMS), expected)
+    key, value = (half.contiguous() for half in case.cache.chunk(2, dim=-1))
+    q_THD = torch.randn(len(case.step.tokens_T), 3, 96).to(BF16)
+    expected = ops.gqa(q_THD, key, value, inner, 0.3)
+    assert torch.equal(ops.gqa(q_THD, key.to(dtype), value.to(dtype), inner, 0.3), expected)
+
+
 @pytest.mark.parametrize("page_tokens", [8, 64])
 def test_a_rows_bits_depend_on_that_row_alone(ops: Ops, page_tokens: int) -> None:
     """One sequence after the other, and one chunk of it after the other, as all at once."""

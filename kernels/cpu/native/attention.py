@@ -3,6 +3,7 @@
 
 import ctypes
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -62,6 +63,18 @@ def _lanes(rows: torch.Tensor, width: int, *, start: int = 0, step: int = 0) -> 
     return _Lanes(rows.data_ptr() + start * rows.element_size(), width, row_values, step)
 
 
+def _in_bfloat16(spans: Spans, *caches_PBW: torch.Tensor) -> tuple[Spans, list[torch.Tensor]]:
+    """The caches as the kernels read them; of one that is kept in another dtype a copy of the pages
+    in use."""
+    if all(cache.dtype == torch.bfloat16 for cache in caches_PBW):
+        return spans, list(caches_PBW)
+    pages_U, places = np.unique(spans.pages_GP, return_inverse=True)
+    table_GP = np.ascontiguousarray(places.reshape(spans.pages_GP.shape))
+    used = torch.from_numpy(pages_U)
+    copies = [cache.index_select(0, used).to(torch.bfloat16) for cache in caches_PBW]
+    return replace(spans, pages_GP=table_GP), copies
+
+
 class NativeAttention:
     """gqa and mla; groups without spans go to the torch forms."""
 
@@ -91,12 +104,13 @@ class NativeAttention:
             q_THD = q_THD.contiguous()
         out_TX = q_THD.new_empty(num_tokens, num_heads * head_dim)
         key_heads = key_PBW.shape[2] // head_dim
-        for spans in groups.spans:
+        for some in groups.spans:
+            spans, (keys, values) = _in_bfloat16(some, key_PBW, value_PBW)
             self._attend(
                 q_THD, out_TX, spans, spans.first_row_G, num_heads // key_heads, key_heads, scale,
-                key=_lanes(key_PBW, head_dim, step=head_dim),
+                key=_lanes(keys, head_dim, step=head_dim),
                 tail=_Lanes(None, 0, 0, 0),
-                value=_lanes(value_PBW, head_dim, step=head_dim),
+                value=_lanes(values, head_dim, step=head_dim),
             )  # fmt: skip
         return out_TX
 
@@ -131,6 +145,7 @@ class NativeAttention:
     ) -> None:
         """All heads read the latent rows; the up-projections move to queries and results."""
         assert kv_b.plain is not None and kv_b.panels is not None
+        spans, (cache_PBW,) = _in_bfloat16(spans, cache_PBW)
         rows_N = None if spans.num_rows == len(q_THD) else spans.rows()
         q_NHD, first_row_G = q_THD, spans.first_row_G
         if rows_N is not None:
@@ -192,7 +207,7 @@ class NativeAttention:
         page_tokens, row_width = cache_PBW.shape[1:]
         pages = self._scratch.take("pages", (len(spans.pages_U), page_tokens, row_width), cache_PBW)
         torch.index_select(cache_PBW, 0, spans.pages_U, out=pages)
-        rows_LX = pages.flatten(0, 1)
+        rows_LX = pages.flatten(0, 1).to(torch.bfloat16)
         kv_LX = panel_linear(self._library, rows_LX[:, : dims.latent], kv_b)
         step = dims.nope + dims.value
         self._attend(
