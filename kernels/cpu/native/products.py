@@ -47,7 +47,7 @@ def panel_linear(
     library: ctypes.CDLL, x_TI: torch.Tensor, weight: Packed, bias_O: torch.Tensor | None = None
 ) -> torch.Tensor:
     """x·Wᵀ + b with a weight in panels."""
-    assert weight.panels is not None
+    assert weight.panels is not None and x_TI.dtype == torch.bfloat16, x_TI.dtype
     if x_TI.stride(1) != 1:
         x_TI = x_TI.contiguous()
     is_float = weight.kind is PackKind.LOGITS
@@ -115,6 +115,7 @@ class NativeProducts:
         """Every expert over the tokens it received, a token's experts summed as it chose them."""
         if up.panels is None or down.panels is None:
             return self._plain.experts(x_TM, weights_TA, ids_TA, up, down)
+        assert x_TM.dtype == torch.bfloat16, x_TM.dtype
         num_tokens, width = x_TM.shape
         active, hidden = ids_TA.shape[1], down.shape[2]
         work = self._scratch.take("experts", (num_tokens * active, 2 * width + hidden), x_TM)
