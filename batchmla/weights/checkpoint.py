@@ -38,9 +38,13 @@ class Entry:
 class Checkpoint:
     """The tensors of a folder by name. Files are mapped when first read and kept until `close`."""
 
-    def __init__(self, folder: Path, entries: Mapping[str, Entry]) -> None:
+    def __init__(
+        self, folder: Path, entries: Mapping[str, Entry], lost: frozenset[str] = frozenset()
+    ) -> None:
+        """`lost`: tensors of files that are not there or cannot be read."""
         self.folder = folder
         self.entries = entries
+        self.lost = lost
         self._open: dict[Path, Any] = {}
 
     @staticmethod

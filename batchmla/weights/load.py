@@ -6,11 +6,11 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
-from batchmla.errors import JobError
 from batchmla.kernels.ops import Ops
 from batchmla.layers.block import Block, Weight
 from batchmla.placement import Placement
-from batchmla.weights.checkpoint import FLOATS, Checkpoint, bounded, counted
+from batchmla.weights.checkpoint import FLOATS, Checkpoint
+from batchmla.weights.faults import REVISION, Faults, counted
 from batchmla.weights.rules import Piece, Rule, Skip, expand
 
 logger = logging.getLogger(__name__)
@@ -24,6 +24,17 @@ def check(
     """Every missing, unexpected, mis-shaped or unreadable tensor in one `JobError`; returns how
     many tensors each rule skips.
     """
+    faults = Faults(checkpoint.folder)
+    skipped = find_faults(checkpoint, rules, placement, faults)
+    faults.refuse()
+    return skipped
+
+
+def find_faults(
+    checkpoint: Checkpoint, rules: Sequence[Rule | Skip], placement: Placement, faults: Faults
+) -> dict[Skip, int]:
+    """The same with the faults added to `faults`; tensors that the checkpoint already knows to be
+    lost are none of them."""
     wanted = {piece.source: piece.shape for piece in expand(rules, placement)}
     ids = {
         piece.source
@@ -34,7 +45,11 @@ def check(
     entries = checkpoint.entries
     skips = [rule for rule in rules if isinstance(rule, Skip)]
     skipped: dict[Skip, int] = {}
-    missing = [f"{name} is missing" for name in wanted if name not in entries]
+    missing = [
+        f"{name} is missing"
+        for name in wanted
+        if name not in entries and name not in checkpoint.lost
+    ]
     unexpected, misshaped, quantised = list[str](), list[str](), list[str]()
     for name, entry in entries.items():
         if name not in wanted:
@@ -50,19 +65,10 @@ def check(
                 misshaped.append(f"{name} is {entry.dtype}, not one of {', '.join(INTEGERS)}")
         elif entry.dtype not in FLOATS:
             quantised.append(f"{name} is {entry.dtype}: quantised weights cannot be loaded yet")
-    faults = [
-        *bounded(missing, "missing"),
-        *bounded(unexpected, "unexpected"),
-        *bounded(misshaped, "of another shape"),
-        *bounded(quantised, "quantised"),
-    ]
-    if faults:
-        count = len(missing) + len(unexpected) + len(misshaped) + len(quantised)
-        raise JobError(
-            f"the weights in {checkpoint.folder} do not fit config.json "
-            f"({counted(count, 'fault')}): {'; '.join(faults)}: download the model again, config "
-            f"and weights of one revision"
-        )
+    faults.add("missing", missing, REVISION)
+    faults.add("unexpected", unexpected, REVISION)
+    faults.add("of another shape or dtype", misshaped, REVISION)
+    faults.add("quantised", quantised, REVISION)
     return skipped
 
 
