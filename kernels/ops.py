@@ -18,6 +18,7 @@ from batchmla.kernels.groups import Groups
 
 if TYPE_CHECKING:
     from batchmla.kernels.hybrid_ops import HybridOps
+    from batchmla.kernels.kda_ops import KdaOps
     from batchmla.kernels.sparse_ops import SparseOps
 
 
@@ -275,4 +276,5 @@ class Ops:
     sample: SampleOp
     sparse: "SparseOps"
     hybrid: "HybridOps"
+    kda: "KdaOps"
     reads_pages: ReadsPagesOp = reads_no_pages

@@ -25,6 +25,7 @@ from batchmla.kernels.cpu.exact_hybrid import ExactHybrid
 from batchmla.kernels.cpu.exact_sparse import ExactSparse
 from batchmla.kernels.cpu.exact_splits import SplitAttention
 from batchmla.kernels.cpu.hybrid import Hybrid, make_hybrid
+from batchmla.kernels.cpu.kda import delta_by_tokens, make_kda
 from batchmla.kernels.cpu.linear import Linears, act_mul, one_linear
 from batchmla.kernels.cpu.moe import choose
 from batchmla.kernels.cpu.norm import norm, rotate_halves
@@ -229,6 +230,7 @@ def make_exact(form: Literal["cpu", "torch"]) -> Ops:
             write_latent=exact_write_latent,
             sparse=make_sparse(sparse),
             hybrid=make_hybrid(Hybrid(hybrid.attend, expert_linear, hybrid.group_products)),
+            kda=make_kda(delta_by_tokens),
         )
 
     latent, expert_linear = products.latent_products(), products.hybrid.expert_linear

@@ -9,6 +9,7 @@ import torch
 from batchmla.kernels.cpu.attention import Attention, LatentProducts, write, write_latent
 from batchmla.kernels.cpu.experts import experts
 from batchmla.kernels.cpu.hybrid import Hybrid, make_hybrid
+from batchmla.kernels.cpu.kda import make_kda
 from batchmla.kernels.cpu.linear import Linears, act_mul, one_linear
 from batchmla.kernels.cpu.moe import route
 from batchmla.kernels.cpu.native.library import Unavailable, library_name, load_library
@@ -76,4 +77,5 @@ def make_torch_ops(products: LatentProducts, expert_linear: ExpertLinear) -> Ops
         sample=sample,
         sparse=make_sparse(SparseAttention(scratch, products)),
         hybrid=make_hybrid(Hybrid(expert_linear=expert_linear)),
+        kda=make_kda(),
     )

@@ -3,6 +3,7 @@
 from batchmla.kernels.ops import Ops
 from batchmla.kernels.reference.attention import gqa, mla, write, write_latent
 from batchmla.kernels.reference.hybrid import make_hybrid
+from batchmla.kernels.reference.kda import make_kda
 from batchmla.kernels.reference.linear import act_mul, linear, pack, packed_bytes
 from batchmla.kernels.reference.moe import experts, route
 from batchmla.kernels.reference.norm import add_norm, norm, rope
@@ -30,4 +31,5 @@ def make_ops() -> Ops:
         sample=sample,
         sparse=make_sparse(),
         hybrid=make_hybrid(),
+        kda=make_kda(),
     )
