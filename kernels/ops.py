@@ -15,11 +15,13 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from batchmla.kernels.groups import Groups
+from batchmla.kernels.quant import Quantised, Scheme
 
 if TYPE_CHECKING:
+    from batchmla.kernels.block_sparse_ops import BlockSparseOps
     from batchmla.kernels.hybrid_ops import HybridOps
     from batchmla.kernels.kda_ops import KdaOps
-    from batchmla.kernels.sparse_ops import SparseOps
+    from batchmla.kernels.sparse_ops import Record, SparseOps
 
 
 class PackKind(StrEnum):
@@ -43,6 +45,7 @@ class Packed:
     plain: torch.Tensor | None = None
     laid_out: tuple[torch.Tensor, ...] = ()
     panels: torch.Tensor | None = None  # for compiled kernels
+    quantised: Quantised | None = None
 
 
 class RopeLayout(StrEnum):
@@ -88,13 +91,16 @@ class RouterDims:
 
 
 class PackOp(Protocol):
-    def __call__(self, kind: PackKind, weight: torch.Tensor) -> Packed:
-        """Lays `weight` out; the caller drops the original, which is kept only if needed."""
+    def __call__(self, kind: PackKind, weight: torch.Tensor | Quantised) -> Packed:
+        """Lays `weight` out; the caller drops the original, which is kept only if needed.
+
+        Codes may be laid out where they lie. What a back end does not read quantised it expands.
+        """
         ...
 
 
 class PackedBytesOp(Protocol):
-    def __call__(self, kind: PackKind, shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    def __call__(self, kind: PackKind, shape: tuple[int, ...], dtype: torch.dtype | Scheme) -> int:
         """Bytes that `pack` leaves in memory for a weight on a CPU, the original included."""
         ...
 

@@ -29,6 +29,7 @@ from batchmla.kernels.cpu.kda import delta_by_tokens, make_kda
 from batchmla.kernels.cpu.linear import Linears, act_mul, one_linear
 from batchmla.kernels.cpu.moe import choose
 from batchmla.kernels.cpu.norm import norm, rotate_halves
+from batchmla.kernels.cpu.quant import with_values
 from batchmla.kernels.cpu.rows import (
     FEW_ROWS,
     MANY_ROWS,
@@ -180,13 +181,14 @@ class ExactProducts:
         is_expert = len(weight.shape) == 3
         kind = PackKind.LINEAR if is_expert else weight.kind
         out_features, in_features = weight.shape[-2:]
+        is_quantised = weight.quantised is not None
 
         def make() -> tuple[Product, torch.Tensor]:
             x_TI, w_OI = cancelling(TRIAL_ROWS, (out_features, in_features), dtype)
-            trial = self._linears.pack(kind, w_OI)
+            trial = self._linears.pack(kind, with_values(w_OI) if is_quantised else w_OI)
             return lambda block: self._linears.linear(block, trial, bias_O), x_TI
 
-        key = (weight.kind, out_features, in_features, dtype, bias_O is not None)
+        key = (weight.kind, is_quantised, out_features, in_features, dtype, bias_O is not None)
         return self._trials.counts(key, make, FEW_ROWS if is_expert else MANY_ROWS)
 
     def _head_counts(self, up_HXC: torch.Tensor, dims: MlaDims, *, is_up: bool) -> RowCounts:

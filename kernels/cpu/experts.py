@@ -4,6 +4,8 @@ oneDNN builds a kernel for every row count it has not met, which costs more than
 rows of an expert are padded to one of a few counts.
 """
 
+from collections.abc import Callable
+
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -16,6 +18,10 @@ MAX_ROWS_AT_ONCE = 256  # beyond, the products of experts that were not chosen c
 FEW_ROWS = 32  # rows an expert up to which the weights' bytes dominate and calls are saved
 
 Counts = npt.NDArray[np.int64]
+ExpertLinear = Callable[[torch.Tensor, Packed, int], torch.Tensor]
+"""(x_NI, weight, expert) → [N, O]."""
+Activation = Callable[[torch.Tensor], torch.Tensor]
+"""[N, 2*F] → [N, F]."""
 
 
 def experts(
@@ -27,6 +33,8 @@ def experts(
 ) -> torch.Tensor:
     """Small experts all at once for up to 256 rows, else each over the tokens it received."""
     num_experts = up.shape[0]
+    if up.quantised is not None or down.quantised is not None:
+        return expert_by_expert(x_TM, weights_TA, ids_TA, up, down, one_linear, act_mul)
     if not up.laid_out:
         return _grouped(x_TM, weights_TA, ids_TA, up, down)
     if len(up.laid_out) > num_experts and x_TM.shape[0] <= MAX_ROWS_AT_ONCE:
@@ -106,3 +114,38 @@ def _grouped(
     out_XM = out_XM.float().mul_(weights_TA.flatten()[order_X, None])
     out_TM = torch.zeros(x_TM.shape, dtype=torch.float32, device=x_TM.device)
     return out_TM.index_add_(0, token_X, out_XM).to(x_TM.dtype)
+
+
+def expert_by_expert(
+    x_TM: torch.Tensor,
+    weights_TA: torch.Tensor,
+    ids_TA: torch.Tensor,
+    up: Packed,
+    down: Packed,
+    linear: ExpertLinear,
+    act: Activation,
+) -> torch.Tensor:
+    """Each over the tokens it received, unpadded; a token's experts are summed as it chose them,
+    so that its result depends on that token alone if those of `linear` and `act` do."""
+    ids_X = ids_TA.flatten().cpu().numpy()
+    order_X = np.argsort(ids_X.astype(np.uint16), kind="stable")
+    received_E = np.bincount(ids_X, minlength=up.shape[0]).tolist()
+    tokens_X = torch.from_numpy(order_X // ids_TA.shape[1]).to(x_TM.device)
+    rows_XM, hidden, start = x_TM.index_select(0, tokens_X), [], 0
+    for expert, count in enumerate(received_E):
+        if count:
+            hidden.append(linear(rows_XM[start : start + count], up, expert))
+            start += count
+    hidden_XF, out, start = act(torch.cat(hidden)), [], 0
+    for expert, count in enumerate(received_E):
+        if count:
+            out.append(linear(hidden_XF[start : start + count], down, expert))
+            start += count
+    place_X = np.empty_like(order_X)
+    place_X[order_X] = np.arange(len(order_X))
+    return F.embedding_bag(
+        torch.from_numpy(place_X).to(x_TM.device).view(ids_TA.shape),
+        torch.cat(out),
+        mode="sum",
+        per_sample_weights=weights_TA.to(x_TM.dtype),
+    )

@@ -11,7 +11,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from batchmla.kernels.cpu.quant import KEPT, quantised_linear
 from batchmla.kernels.ops import Packed, PackKind
+from batchmla.kernels.quant import Quantised, Scheme
 
 logger = logging.getLogger(__name__)
 
@@ -54,8 +56,14 @@ class Linears:
             and kind is not PackKind.PLAIN
         )
 
-    def packed_bytes(self, kind: PackKind, shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    def packed_bytes(
+        self, kind: PackKind, shape: tuple[int, ...], dtype: torch.dtype | Scheme
+    ) -> int:
         """Logits weights are float32; latent ones and small experts take two forms."""
+        if isinstance(dtype, Scheme):
+            if kind in KEPT:
+                return dtype.nbytes(shape)
+            dtype = dtype.dtype
         count = math.prod(shape)
         if kind is PackKind.LOGITS:
             return 4 * count
@@ -67,11 +75,15 @@ class Linears:
         is_laid_out = self._prepacks(kind, dtype, torch.device("cpu"))
         return count * dtype.itemsize * (2 if is_twice and is_laid_out else 1)
 
-    def pack(self, kind: PackKind, weight: torch.Tensor) -> Packed:
+    def pack(self, kind: PackKind, weight: torch.Tensor | Quantised) -> Packed:
         """Experts become one laid-out weight each; a latent weight keeps its plain form too.
 
         Small experts have one more weight, that of all of them side by side.
         """
+        if isinstance(weight, Quantised):
+            if kind in KEPT:
+                return Packed(kind, weight.shape, quantised=weight)
+            weight = weight.expanded()
         shape = tuple(weight.shape)
         if kind is PackKind.LOGITS:
             return self._pack_logits(weight)
@@ -134,6 +146,10 @@ def one_linear(
     x_TI: torch.Tensor, weight: Packed, index: int, bias_O: torch.Tensor | None = None
 ) -> torch.Tensor:
     """x·Wᵀ + b with the weight itself or, for experts, with its part `index`."""
+    if weight.quantised is not None:
+        is_stack = len(weight.shape) == 3
+        matrix = weight.quantised.matrix(index) if is_stack else weight.quantised
+        return quantised_linear(x_TI, matrix, bias_O)
     if weight.laid_out:
         y_TO: torch.Tensor = torch.ops.mkldnn._linear_pointwise(
             x_TI, weight.laid_out[index], bias_O, "none", [], ""

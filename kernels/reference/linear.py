@@ -5,20 +5,28 @@ import math
 import torch
 
 from batchmla.kernels.ops import Packed, PackKind
+from batchmla.kernels.quant import Quantised, Scheme
+from batchmla.kernels.reference.quant import expand
 
 
-def pack(kind: PackKind, weight: torch.Tensor) -> Packed:
+def pack(kind: PackKind, weight: torch.Tensor | Quantised) -> Packed:
     """Keeps the weight as it is."""
+    if isinstance(weight, Quantised):
+        return Packed(kind, weight.shape, quantised=weight)
     return Packed(kind, tuple(weight.shape), plain=weight)
 
 
-def packed_bytes(kind: PackKind, shape: tuple[int, ...], dtype: torch.dtype) -> int:
+def packed_bytes(kind: PackKind, shape: tuple[int, ...], dtype: torch.dtype | Scheme) -> int:
     """Nothing is laid out anew."""
+    if isinstance(dtype, Scheme):
+        return dtype.nbytes(shape)
     return math.prod(shape) * dtype.itemsize
 
 
 def plain(weight: Packed) -> torch.Tensor:
     """The original weight."""
+    if weight.quantised is not None:
+        return expand(weight.quantised)
     assert weight.plain is not None, f"{weight.kind} of shape {weight.shape} has no plain copy"
     return weight.plain
 

@@ -9,8 +9,10 @@ import math
 import torch
 import torch.nn.functional as F
 
+from batchmla.kernels.cpu.quant import KEPT
 from batchmla.kernels.cpu.scratch import Scratch
 from batchmla.kernels.ops import Ops, Packed, PackKind
+from batchmla.kernels.quant import Quantised, Scheme
 
 PANEL = 32  # outputs side by side in a packed weight
 DEPTH = 32  # inputs of one tile
@@ -81,16 +83,26 @@ class NativeProducts:
         self._plain = plain
         self._scratch = scratch
 
-    def packed_bytes(self, kind: PackKind, shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    def packed_bytes(
+        self, kind: PackKind, shape: tuple[int, ...], dtype: torch.dtype | Scheme
+    ) -> int:
         """One form, latent weights plain too; outputs are padded to whole panels."""
+        if isinstance(dtype, Scheme):
+            if kind in KEPT:
+                return self._plain.packed_bytes(kind, shape, dtype)
+            dtype = dtype.dtype
         if not is_served(kind, shape, dtype):
             return self._plain.packed_bytes(kind, shape, dtype)
         outputs = -(-shape[-2] // PANEL) * PANEL
         plain_bytes = 2 * math.prod(shape) if kind is PackKind.LATENT else 0
         return 2 * math.prod(shape[:-2]) * outputs * shape[-1] + plain_bytes
 
-    def pack(self, kind: PackKind, weight: torch.Tensor) -> Packed:
+    def pack(self, kind: PackKind, weight: torch.Tensor | Quantised) -> Packed:
         """Panels, where they are served."""
+        if isinstance(weight, Quantised):
+            if kind in KEPT:
+                return self._plain.pack(kind, weight)
+            weight = weight.expanded()
         if weight.device.type != "cpu" or not is_served(kind, tuple(weight.shape), weight.dtype):
             return self._plain.pack(kind, weight)
         plain = weight if kind is PackKind.LATENT else None
