@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,10 @@ from batchmla.parallel import Par
 from batchmla.placement import Placement
 from batchmla.weights.checkpoint import Checkpoint
 from batchmla.weights.count import WeightCount, count_weights
-from batchmla.weights.load import check, fill_random, load, log_skipped
+from batchmla.weights.faults import Faults
+from batchmla.weights.integrity import check_tied, survey
+from batchmla.weights.load import fill_random, load, log_skipped
+from batchmla.weights.rules import Rule, Skip
 
 logger = logging.getLogger(__name__)
 
@@ -43,9 +46,8 @@ def load_model(
     if load_format == "dummy":
         fill_random(model, ops, dtype, device)
     elif load_format == "safetensors":
-        checkpoint = Checkpoint.open(folder)
         rules = family.rules(config)
-        log_skipped(check(checkpoint, rules, placement))
+        checkpoint = _open_whole(folder, rules, placement)
         load(model, checkpoint, rules, placement, ops, dtype, device)
     else:
         raise JobError(
@@ -60,13 +62,33 @@ def check_model(
     raw_config: Mapping[str, Any],
     placement: Placement,
     load_format: str = "safetensors",
+    faults: Faults | None = None,
 ) -> None:
-    """What `load_model` would refuse, from the headers of all files; no tensor is read."""
+    """What `load_model` would refuse, from the headers and small tensors of all files.
+
+    With `faults` the checkpoint's own are added there, for the caller to raise.
+    """
     family = get_family(raw_config)
     config = family.Config.from_hf(raw_config)
     refuse_quantised(folder, config.quantization)
     if load_format == "safetensors":
-        check(Checkpoint.open(folder), family.rules(config), placement)
+        found = Faults(folder) if faults is None else faults
+        checkpoint = Checkpoint.survey(folder, found)
+        survey(checkpoint, family.rules(config), placement, found)
+        if faults is None:
+            found.refuse()
+
+
+def _open_whole(folder: Path, rules: Sequence[Rule | Skip], placement: Placement) -> Checkpoint:
+    """A checkpoint without a fault; says what it will not use."""
+    faults = Faults(folder)
+    checkpoint = Checkpoint.survey(folder, faults)
+    skipped = survey(checkpoint, rules, placement, faults)
+    if not faults.count:
+        check_tied(checkpoint, rules, faults, is_whole=True)
+    faults.refuse()
+    log_skipped(skipped)
+    return checkpoint
 
 
 def refuse_quantised(folder: Path, method: str | None) -> None:

@@ -20,12 +20,18 @@ class Checkpoint:
     """The tensors of a folder by name. Files are mapped when first read and kept until `close`."""
 
     def __init__(
-        self, folder: Path, entries: Mapping[str, Entry], lost: frozenset[str] = frozenset()
+        self,
+        folder: Path,
+        entries: Mapping[str, Entry],
+        lost: frozenset[str] = frozenset(),
+        damaged: frozenset[Path] = frozenset(),
     ) -> None:
-        """`lost`: tensors of files that are not there or cannot be read."""
+        """`lost`: tensors of files that are not there or whose header cannot be read; `damaged`:
+        files that are not what their headers say."""
         self.folder = folder
         self.entries = entries
         self.lost = lost
+        self.damaged = damaged
         self._open: dict[Path, Any] = {}
 
     @staticmethod
@@ -60,7 +66,10 @@ class Checkpoint:
             entries |= header.entries
         faults.add("missing in their files", lacking, AGAIN)
         faults.add("in two files", sorted(twice), AGAIN)
-        return Checkpoint(folder, entries, frozenset(lost.difference(entries)))
+        damaged = [
+            path for path, header in zip(shards.files, headers, strict=True) if header.faults
+        ]
+        return Checkpoint(folder, entries, frozenset(lost.difference(entries)), frozenset(damaged))
 
     @property
     def nbytes(self) -> int:

@@ -16,6 +16,7 @@ from batchmla.weights.rules import Piece, Rule, Skip, expand
 logger = logging.getLogger(__name__)
 
 INTEGERS = ("I64", "I32")
+HEAD = "head.weight"  # the target of an output head of its own
 
 
 def check(
@@ -45,8 +46,10 @@ def find_faults(
     entries = checkpoint.entries
     skips = [rule for rule in rules if isinstance(rule, Skip)]
     skipped: dict[Skip, int] = {}
+    heads = {rule.source for rule in rules if isinstance(rule, Rule) and rule.target == HEAD}
+    untied = ", and config.json does not tie the head to the embedding (tie_word_embeddings)"
     missing = [
-        f"{name} is missing"
+        f"{name} is missing{untied if name in heads else ''}"
         for name in wanted
         if name not in entries and name not in checkpoint.lost
     ]

@@ -16,7 +16,8 @@ class Rule:
     tensor lands in that row of the target's first dimension. Rules with one target are stacked
     along the first (within an expert: first remaining) dimension in the order they are given.
     `shard_axis` is cut into equal parts over the ranks; None: every rank takes all of it. The
-    tensors hold floating-point numbers, or with `is_integer` ids.
+    tensors hold floating-point numbers, or with `is_integer` ids. A norm of zeros alone is a fault
+    of the checkpoint unless it `may_be_zero`, as where 1 + w multiplies.
     """
 
     source: str
@@ -26,6 +27,7 @@ class Rule:
     layers: Sequence[int] = range(1)
     num_experts: int = 1
     is_integer: bool = False
+    may_be_zero: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

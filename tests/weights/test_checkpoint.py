@@ -109,7 +109,7 @@ def test_layers_behind_the_last_are_unexpected_without_draft_heads(
 
 
 def test_a_tied_head_may_be_saved_too(saved: dict[str, Path], tmp_path: Path) -> None:
-    head = torch.zeros(256, 64)
+    head = load_file(saved["llama_tied"] / SINGLE)["model.embed_tokens.weight"].clone()
     copy_with(saved["llama_tied"], tmp_path, **{"lm_head.weight": head})
     model = load_from(tmp_path)
     assert model.head.weight.packed.plain is model.embed.weight.tensor
