@@ -283,4 +283,5 @@ class Ops:
     sparse: "SparseOps"
     hybrid: "HybridOps"
     kda: "KdaOps"
+    blocks: "BlockSparseOps"
     reads_pages: ReadsPagesOp = reads_no_pages

@@ -21,6 +21,8 @@ from batchmla.kernels.cpu.attention import (
     to_latent,
     write,
 )
+from batchmla.kernels.cpu.block_sparse import BlockSparse, make_block_sparse
+from batchmla.kernels.cpu.block_sparse_exact import ExactBlocks
 from batchmla.kernels.cpu.exact_hybrid import ExactHybrid
 from batchmla.kernels.cpu.exact_sparse import ExactSparse
 from batchmla.kernels.cpu.exact_splits import SplitAttention
@@ -81,6 +83,7 @@ class ExactProducts:
         self._trials = RowTrials()
         self.splits = SplitAttention(self._trials)
         self.sparse = ExactSparse(self._trials)
+        self.blocks = ExactBlocks(self._trials)
         self.hybrid = ExactHybrid(self._trials, self._expert_linear)
 
     def linear(
@@ -215,7 +218,7 @@ def make_exact(form: Literal["cpu", "torch"]) -> Ops:
     products = ExactProducts(linears)
 
     def make_plain(latent: LatentProducts, expert_linear: ExpertLinear) -> Ops:
-        scratch, hybrid = Scratch(), products.hybrid
+        scratch, hybrid, exact = Scratch(), products.hybrid, products.blocks
         attention = Attention(scratch, latent, products.splits.attend)
         sparse = SparseAttention(scratch, latent, products.sparse.scores, products.sparse.attend)
         return replace(
@@ -233,6 +236,7 @@ def make_exact(form: Literal["cpu", "torch"]) -> Ops:
             sparse=make_sparse(sparse),
             hybrid=make_hybrid(Hybrid(hybrid.attend, expert_linear, hybrid.group_products)),
             kda=make_kda(delta_by_tokens),
+            blocks=make_block_sparse(BlockSparse(scratch, expert_linear, exact.dots, exact.attend)),
         )
 
     latent, expert_linear = products.latent_products(), products.hybrid.expert_linear

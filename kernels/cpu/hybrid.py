@@ -6,11 +6,12 @@ that: torch rounds its own differently at the end of a run of values.
 """
 
 from collections.abc import Callable
+from functools import partial
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 
+from batchmla.kernels.cpu.experts import ExpertLinear, expert_by_expert
 from batchmla.kernels.cpu.linear import one_linear
 from batchmla.kernels.cpu.records import read_record
 from batchmla.kernels.hybrid_ops import HybridOps, HybridRows
@@ -21,8 +22,6 @@ BLOCK_VALUES = 2**21  # gathered elements of a block of rows
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor]
 """(q_RHD, row_RLD, bias_RHL float32, scale) → [R, H, D]."""
-ExpertLinear = Callable[[torch.Tensor, Packed, int], torch.Tensor]
-"""(x_NI, weight, expert) → [N, O]."""
 GroupLinear = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """(x_GTX, weight_GOX) → [G, T, O]."""
 
@@ -175,29 +174,9 @@ class Hybrid:
         down: Packed,
         limit: float,
     ) -> torch.Tensor:
-        """Expert by expert over its tokens; a token's experts are summed as it chose them."""
-        ids_X = ids_TA.flatten().cpu().numpy()
-        order_X = np.argsort(ids_X.astype(np.uint16), kind="stable")
-        received_E = np.bincount(ids_X, minlength=up.shape[0]).tolist()
-        tokens_X = torch.from_numpy(order_X // ids_TA.shape[1]).to(x_TM.device)
-        rows_XM, hidden, start = x_TM.index_select(0, tokens_X), [], 0
-        for expert, count in enumerate(received_E):
-            if count:
-                hidden.append(self._expert_linear(rows_XM[start : start + count], up, expert))
-                start += count
-        hidden_XF, out, start = clamped_act_mul(torch.cat(hidden), limit), [], 0
-        for expert, count in enumerate(received_E):
-            if count:
-                out.append(self._expert_linear(hidden_XF[start : start + count], down, expert))
-                start += count
-        place_X = np.empty_like(order_X)
-        place_X[order_X] = np.arange(len(order_X))
-        return F.embedding_bag(
-            torch.from_numpy(place_X).to(x_TM.device).view(ids_TA.shape),
-            torch.cat(out),
-            mode="sum",
-            per_sample_weights=weights_TA.to(x_TM.dtype),
-        )
+        """Expert by expert over its tokens."""
+        act = partial(clamped_act_mul, limit=limit)
+        return expert_by_expert(x_TM, weights_TA, ids_TA, up, down, self._expert_linear, act)
 
     def group_linear(self, x_TGX: torch.Tensor, weight_GOX: torch.Tensor) -> torch.Tensor:
         """Groups first, so that each is one product."""

@@ -7,6 +7,7 @@ from typing import Literal
 import torch
 
 from batchmla.kernels.cpu.attention import Attention, LatentProducts, write, write_latent
+from batchmla.kernels.cpu.block_sparse import BlockSparse, make_block_sparse
 from batchmla.kernels.cpu.experts import experts
 from batchmla.kernels.cpu.hybrid import Hybrid, make_hybrid
 from batchmla.kernels.cpu.kda import make_kda
@@ -78,4 +79,5 @@ def make_torch_ops(products: LatentProducts, expert_linear: ExpertLinear) -> Ops
         sparse=make_sparse(SparseAttention(scratch, products)),
         hybrid=make_hybrid(Hybrid(expert_linear=expert_linear)),
         kda=make_kda(),
+        blocks=make_block_sparse(BlockSparse(scratch, expert_linear)),
     )

@@ -2,6 +2,7 @@
 
 from batchmla.kernels.ops import Ops
 from batchmla.kernels.reference.attention import gqa, mla, write, write_latent
+from batchmla.kernels.reference.block_sparse import make_block_sparse
 from batchmla.kernels.reference.hybrid import make_hybrid
 from batchmla.kernels.reference.kda import make_kda
 from batchmla.kernels.reference.linear import act_mul, linear, pack, packed_bytes
@@ -32,4 +33,5 @@ def make_ops() -> Ops:
         sparse=make_sparse(),
         hybrid=make_hybrid(),
         kda=make_kda(),
+        blocks=make_block_sparse(),
     )
