@@ -9,7 +9,9 @@ from rich.table import Table
 from batchmla.engine.describe import GQA_HEADS, ModelFacts, describe
 from batchmla.engine.engine import read_config
 from batchmla.errors import JobError
+from batchmla.jobs.soundness import check_what_is_there
 from batchmla.kv.layout import DTYPE_BYTES
+from batchmla.placement import Placement
 from batchmla.text.encoded import encoder_name
 from batchmla.text.formats.registry import choose_format
 from batchmla.text.template_files import find_template
@@ -27,6 +29,7 @@ def inspect_model(path: str, revision: str = "main") -> dict[str, Any]:
     kv_dtype = facts.config.dtype if facts.config.dtype in DTYPE_BYTES else "bfloat16"
     layout = facts.layout(kv_dtype)
     notes: list[str] = []
+    check_what_is_there(folder, facts.raw, Placement(), "safetensors", notes)
     return {
         "model": path,
         "folder": str(folder),

@@ -22,9 +22,9 @@ from batchmla.jobs.rowtext import Answer
 from batchmla.jobs.sampling import read_generation_config, resolve_sampling
 from batchmla.jobs.sampling_rules import RuleMaker
 from batchmla.jobs.seams import LoadedEngine, Seams, Table
+from batchmla.jobs.soundness import check_folder
 from batchmla.jobs.spec import JobSpec
 from batchmla.jobs.tools import JobTools
-from batchmla.models.load import check_model
 from batchmla.text.encoded import EncodedChat
 from batchmla.text.formats.calls import ToolCall
 from batchmla.text.formats.registry import choose_format
@@ -170,10 +170,10 @@ def local_text(spec: JobSpec, table: Table, limit_tokens: int | None = None) -> 
 
 
 def check_local_engine(spec: JobSpec) -> None:
-    """Raises for a checkpoint with a fault, and for a model that does not fit: headers only."""
+    """Raises for a folder with faults, and for a model that does not fit: nothing is loaded."""
     folder = find_model(spec.model.path, spec.model.revision)
     config = plan_local_engine(spec, folder)
-    check_model(folder, read_config(folder), config.placement, spec.model.load_format)
+    check_folder(folder, read_config(folder), config.placement, spec.model.load_format)
     if config.misfit is not None:
         raise DeviceError(config.misfit)
 

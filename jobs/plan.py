@@ -10,6 +10,7 @@ from batchmla.engine.hardware import Hardware, detect, parse_hardware
 from batchmla.engine.roofline import Rates, Workload, measure_cpu_rates, predict_seconds
 from batchmla.jobs.counts import RowCounts, count_rows
 from batchmla.jobs.options import engine_options
+from batchmla.jobs.soundness import check_what_is_there
 from batchmla.jobs.spec import JobSpec, LoadedSpec
 from batchmla.kv.capacity import max_concurrency
 from batchmla.weights.folder import find_model
@@ -68,6 +69,7 @@ def plan_job(loaded: LoadedSpec, hardware: str | None = None) -> Plan:
     facts = describe(folder)
     config = plan_engine(facts.raw, engine_options(spec, folder), machine)
     notes = list(config.notes)
+    check_what_is_there(folder, facts.raw, config.placement, spec.model.load_format, notes)
     if facts.quantization is not None:
         notes.append(f"weights are published in {facts.quantization}; planned as {config.dtype}")
     counts = count_rows(spec, folder, config.max_model_len, notes)

@@ -90,6 +90,10 @@ class Tokenizer:
         found = self._full.token_to_id(token)
         return None if found is None else int(found)
 
+    def tokens_beyond(self, num_rows: int) -> list[tuple[int, str]]:
+        """(id, text) of the tokens that an embedding of so many rows has no row for, by id."""
+        return sorted((i, text) for text, i in self._full.get_vocab().items() if i >= num_rows)
+
     def control_id(self, text: str) -> int | None:
         """The id of the control token with this text, None for ordinary text."""
         return next((t.token_id for t in self.control.tokens if t.content == text), None)
