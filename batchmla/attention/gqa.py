@@ -85,8 +85,9 @@ class GqaAttention(Block):
         eps: float,
         has_qkv_bias: bool = False,
         qk_norm: QkNorm = QkNorm.NONE,
+        norm_offset: float = 0.0,
     ) -> None:
-        """Numbers of heads are whole; `eps` is the norms'."""
+        """Numbers of heads are whole; `eps` is the norms', `norm_offset` that of norms by head."""
         q_width, kv_width = num_heads * head_dim, num_kv_heads * head_dim
         self.num_heads = par.placement.local(num_heads, "attention heads")
         self.num_kv_heads = par.placement.local(num_kv_heads, "kv heads")
@@ -95,7 +96,7 @@ class GqaAttention(Block):
         self.out = RowLinear(par, ops, q_width, width)
         self.q_norm = self.k_norm = self.norms = None
         if qk_norm is QkNorm.HEAD:
-            self.q_norm, self.k_norm = (RmsNorm(ops, head_dim, eps) for _ in range(2))
+            self.q_norm, self.k_norm = (RmsNorm(ops, head_dim, eps, norm_offset) for _ in range(2))
         elif qk_norm is QkNorm.FULL:
             self.norms = FullWidthNorms(par, ops, eps, q_width, kv_width)
         self._ops = ops

@@ -13,6 +13,7 @@ class Weight:
     `is_float32` keeps the values in float32 whatever the model's dtype; `is_integer` says that they
     are ids. `active_share` is the share
     of the elements that one token uses. A `tied` weight takes its values from another one.
+    `offset` is added to the values that it is filled with.
     """
 
     def __init__(
@@ -23,6 +24,7 @@ class Weight:
         is_integer: bool = False,
         active_share: float = 1.0,
         tied: "Weight | None" = None,
+        offset: float = 0.0,
     ) -> None:
         self.shape = shape
         self.kind = kind
@@ -30,6 +32,7 @@ class Weight:
         self.is_integer = is_integer
         self.active_share = active_share
         self.tied = tied
+        self.offset = offset
         self.packed: Packed
         self.tensor: torch.Tensor  # PLAIN weights only
 
@@ -50,6 +53,8 @@ class Weight:
     def fill(self, tensor: torch.Tensor, ops: Ops) -> None:
         """Packs the values; the caller drops `tensor`."""
         assert tuple(tensor.shape) == self.shape, f"{tuple(tensor.shape)} into {self.shape}"
+        if self.offset:
+            tensor = tensor + self.offset
         self.packed = ops.pack(self.kind, tensor)
         if self.kind is PackKind.PLAIN:
             self.tensor = tensor

@@ -9,10 +9,14 @@ from batchmla.parallel import Par
 
 
 class RmsNorm(Block):
-    """w · x / sqrt(mean(x²) + eps)."""
+    """w · x / sqrt(mean(x²) + eps).
 
-    def __init__(self, ops: Ops, width: int, eps: float) -> None:
-        self.weight = Weight(width)
+    With an `offset` the checkpoint holds w - offset; w is kept in float32 then, for a sum near 1
+    would lose what is small in it.
+    """
+
+    def __init__(self, ops: Ops, width: int, eps: float, offset: float = 0.0) -> None:
+        self.weight = Weight(width, is_float32=bool(offset), offset=offset)
         self.eps = eps
         self._norm = ops.norm
         self._add_norm = ops.add_norm

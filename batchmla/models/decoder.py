@@ -35,12 +35,19 @@ class Layer(Block):
     """x += attention(norm x); x += ffn(norm x), with the residual kept beside the last output."""
 
     def __init__(
-        self, ops: Ops, width: int, eps: float, kind: str, attention: Attention, ffn: Ffn
+        self,
+        ops: Ops,
+        width: int,
+        eps: float,
+        kind: str,
+        attention: Attention,
+        ffn: Ffn,
+        norm_offset: float = 0.0,
     ) -> None:
         self.kind = kind
-        self.attention_norm = RmsNorm(ops, width, eps)
+        self.attention_norm = RmsNorm(ops, width, eps, norm_offset)
         self.attention = attention
-        self.ffn_norm = RmsNorm(ops, width, eps)
+        self.ffn_norm = RmsNorm(ops, width, eps, norm_offset)
         self.ffn = ffn
 
 

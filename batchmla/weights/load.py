@@ -137,6 +137,6 @@ def fill_random(model: Block, ops: Ops, dtype: torch.dtype, device: torch.device
         elif name.endswith("bias"):
             tensor.normal_(0, 0.1, generator=generator)
         else:
-            tensor.fill_(1.0)
+            tensor.fill_(1.0 - weight.offset)
         weight.fill(tensor.to(device), ops)
     fill_tied(weights.values(), ops)
