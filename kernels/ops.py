@@ -172,9 +172,10 @@ class GqaOp(Protocol):
         value_PBW: torch.Tensor,
         groups: Groups,
         scale: float,
+        record: "Record | None" = None,
     ) -> torch.Tensor:
         """softmax(scale · q kᵀ + bias) v over the cached rows, kv head h·K/H for head h → [T,
-        H*D]."""
+        H*D]. With a `record` both caches hold bytes."""
         ...
 
 
@@ -187,12 +188,13 @@ class MlaOp(Protocol):
         absorbed: Groups,
         expanded: Groups,
         dims: MlaDims,
+        record: "Record | None" = None,
     ) -> torch.Tensor:
         """Attention over cached latents → [T, H*W]; q is [N ‖ R] a head, rotated.
 
         Groups of `absorbed` stay in latent space: q̃ = UKᵀ q_nope, s = scale (q̃·c + q_pe·k_pe),
         z = Σ p c, o = UV z. Groups of `expanded` make keys and values by kv_b · c first. Both give
-        the same numbers.
+        the same numbers. With a `record` the cache holds bytes.
         """
         ...
 

@@ -14,6 +14,7 @@ from batchmla.attention.groups import make_groups
 from batchmla.attention.spans import read_in_place, whole_runs
 from batchmla.kernels.groups import Groups
 from batchmla.kernels.ops import Ops, ReadsPagesOp, RopeLayout, reads_no_pages
+from batchmla.kernels.sparse_ops import Record
 from batchmla.kv.cache import LayerCache
 from batchmla.kv.layout import KVPart
 from batchmla.kv.step import Step
@@ -25,6 +26,8 @@ from batchmla.parallel import Par
 from batchmla.placement import Placement
 
 KIND = "gqa"
+BYTES = "uint8"
+FORMATS = ("fp8",)  # beyond the plain dtypes: rows as records
 
 
 class QkNorm(StrEnum):
@@ -35,12 +38,21 @@ class QkNorm(StrEnum):
     FULL = "full"  # all heads as one vector, on whatever ranks they are
 
 
+def head_record(num_kv_heads: int, head_dim: int) -> Record:
+    """All heads in e4m3, behind them a power of two for each: 129 bytes a head of 128 values."""
+    return Record(values=num_kv_heads * head_dim, tile=head_dim, has_e8m0=True)
+
+
 def parts(
     num_kv_heads: int, head_dim: int, kv_dtype: str, placement: Placement
 ) -> tuple[KVPart, ...]:
-    """A row of keys and a row of values a token, this rank's heads only."""
-    width = placement.local(num_kv_heads, "kv heads") * head_dim
-    return tuple(KVPart(name=name, width=width, dtype=kv_dtype) for name in ("k", "v"))
+    """A row of keys and a row of values a token, this rank's heads only; `kv_dtype` is a plain
+    dtype or one of `FORMATS`."""
+    local_heads = placement.local(num_kv_heads, "kv heads")
+    width, dtype = local_heads * head_dim, kv_dtype
+    if kv_dtype in FORMATS:
+        width, dtype = head_record(local_heads, head_dim).num_bytes, BYTES
+    return tuple(KVPart(name=name, width=width, dtype=dtype) for name in ("k", "v"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,6 +113,7 @@ class GqaAttention(Block):
             self.norms = FullWidthNorms(par, ops, eps, q_width, kv_width)
         self._ops = ops
         self._scale = head_dim**-0.5
+        self._record = head_record(self.num_kv_heads, head_dim)
 
     def forward(
         self, x_TM: torch.Tensor, step: Step, plan: GqaPlan, cache: LayerCache
@@ -117,9 +130,14 @@ class GqaAttention(Block):
             q_THD, k_TKD = self._norm(q_THD, k_TKD)
             ops.rope(q_THD[..., :rotated], cos_TR, sin_TR, RopeLayout.HALVES)
             ops.rope(k_TKD[..., :rotated], cos_TR, sin_TR, RopeLayout.HALVES)
-        ops.write(cache["k"], step.slots_T, k_TKD.flatten(1))
-        ops.write(cache["v"], step.slots_T, qkv_THD[:, heads + kv_heads :].flatten(1))
-        out_TX = ops.gqa(q_THD, cache["k"], cache["v"], plan.groups, self._scale)
+        v_TKD = qkv_THD[:, heads + kv_heads :]
+        record = self._record if cache["k"].dtype == torch.uint8 else None
+        for name, rows_TKD in (("k", k_TKD), ("v", v_TKD)):
+            if record is None:
+                ops.write(cache[name], step.slots_T, rows_TKD.flatten(1))
+            else:
+                ops.sparse.write_record(cache[name], step.slots_T, rows_TKD.flatten(1), record)
+        out_TX = ops.gqa(q_THD, cache["k"], cache["v"], plan.groups, self._scale, record)
         return self.out.forward(out_TX)
 
     def _norm(self, q_THD: torch.Tensor, k_TKD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,7 +1,8 @@
 """Multi-head latent attention over pages of latent rows (DeepSeek-V2 report, section 2.1).
 
 T tokens, H heads of this rank, N no-rope width, R rope width, W value width, C latent width, M
-model width. A cached row is the normed latent [C] followed by the rotated shared key [R].
+model width. A cached row is the normed latent [C] followed by the rotated shared key [R], kept as
+it is or as a record of bytes.
 """
 
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from batchmla.attention.spans import (
 )
 from batchmla.kernels.groups import Groups
 from batchmla.kernels.ops import MlaDims, Ops, PackKind, ReadsPagesOp, RopeLayout, reads_no_pages
+from batchmla.kernels.sparse_ops import Record
 from batchmla.kv.cache import LayerCache
 from batchmla.kv.layout import KVPart
 from batchmla.kv.step import HostInts, Step
@@ -32,6 +34,9 @@ from batchmla.layers.rope import Rope
 from batchmla.parallel import Par
 
 KIND = "mla"
+TILE = 128
+BYTES = "uint8"
+FORMATS = ("fp8",)  # beyond the plain dtypes: rows as records
 
 
 class MlaForms(StrEnum):
@@ -42,8 +47,17 @@ class MlaForms(StrEnum):
     EXPANDED = "expanded"
 
 
+def latent_record(latent: int, rope: int) -> Record:
+    """The latent in e4m3, the rotated key in bfloat16: 656 bytes of 512 + 64 values."""
+    return Record(values=latent, tile=TILE, tail=rope)
+
+
 def parts(latent: int, rope: int, kv_dtype: str) -> tuple[KVPart, ...]:
-    """One latent row a token, the same on every rank."""
+    """One latent row a token, the same on every rank; `kv_dtype` is a plain dtype or one of
+    `FORMATS`."""
+    if kv_dtype in FORMATS:
+        record = latent_record(latent, rope)
+        return (KVPart(name="latent", width=record.num_bytes, dtype=BYTES),)
     return (KVPart(name="latent", width=latent + rope, dtype=kv_dtype),)
 
 
@@ -131,6 +145,22 @@ def _span_groups(step: Step, dims: MlaDims, forms: MlaForms) -> tuple[Groups, Gr
     )
 
 
+def write_latent_record(
+    ops: Ops,
+    cache_PBY: torch.Tensor,
+    slots_T: torch.Tensor,
+    latent_TX: torch.Tensor,
+    norm: RmsNorm,
+    angles: tuple[torch.Tensor, torch.Tensor],
+    record: Record,
+) -> None:
+    """`Ops.write_latent` into a cache of records; `angles` are the step's cos and sin."""
+    rows_1TX = latent_TX.new_empty(1, *latent_TX.shape)
+    places_T = torch.arange(len(latent_TX), device=latent_TX.device)
+    ops.write_latent(rows_1TX, places_T, latent_TX, norm.weight.tensor, norm.eps, *angles)
+    ops.sparse.write_record(cache_PBY, slots_T, rows_1TX[0], record)
+
+
 class MlaAttention(Block):
     """The query's and the latent's down-projections are one product.
 
@@ -157,6 +187,7 @@ class MlaAttention(Block):
         self._ops = ops
         self._first = first
         self._head_width = head_width
+        self._record = latent_record(dims.latent, dims.rope)
 
     def forward(
         self, x_TM: torch.Tensor, step: Step, plan: MlaPlan, cache: LayerCache
@@ -164,14 +195,20 @@ class MlaAttention(Block):
         """[T, M] → [T, M]; writes the step's latent rows first."""
         ops, dims, latent = self._ops, self.dims, cache["latent"]
         down_TX = self.down.forward(x_TM)
-        ops.write_latent(
-            latent, step.slots_T, down_TX[:, self._first :], self.latent_norm.weight.tensor,
-            self.latent_norm.eps, plan.cos_TR, plan.sin_TR,
-        )  # fmt: skip
+        norm, latent_TX = self.latent_norm, down_TX[:, self._first :]
+        angles = plan.cos_TR, plan.sin_TR
+        record = self._record if latent.dtype == torch.uint8 else None
+        if record is None:
+            weight, eps = norm.weight.tensor, norm.eps
+            ops.write_latent(latent, step.slots_T, latent_TX, weight, eps, *angles)
+        else:
+            write_latent_record(ops, latent, step.slots_T, latent_TX, norm, angles, record)
         q_TX = down_TX[:, : self._first]
         if self.q_norm is not None and self.q_up is not None:
             q_TX = self.q_up.forward(self.q_norm.forward(q_TX))
         q_THD = q_TX.view(x_TM.shape[0], dims.heads, self._head_width)
         ops.rope(q_THD[..., dims.nope :], plan.cos_TR, plan.sin_TR, RopeLayout.INTERLEAVED)
-        out_TX = ops.mla(q_THD, latent, self.kv_b.packed, plan.absorbed, plan.expanded, dims)
+        out_TX = ops.mla(
+            q_THD, latent, self.kv_b.packed, plan.absorbed, plan.expanded, dims, record
+        )
         return self.out.forward(out_TX)

@@ -11,7 +11,13 @@ from dataclasses import dataclass
 import torch
 
 from batchmla.attention import mla
-from batchmla.attention.mla import MlaForms, MlaPlan
+from batchmla.attention.mla import (
+    BYTES,
+    MlaForms,
+    MlaPlan,
+    latent_record,
+    write_latent_record,
+)
 from batchmla.attention.sparse_rows import ChoosingRows, choosing_rows, early_part
 from batchmla.kernels.ops import (
     MlaDims,
@@ -33,14 +39,7 @@ from batchmla.layers.rope import Rope
 from batchmla.parallel import Par
 
 KIND = "dsa"
-TILE = 128
-BYTES = "uint8"
 FORMATS = ("fp8_index", "fp8")  # beyond the plain dtypes: the key as a record, or both rows
-
-
-def latent_record(latent: int, rope: int) -> Record:
-    """The latent in e4m3, the rotated key in bfloat16: 656 bytes of 512 + 64 values."""
-    return Record(values=latent, tile=TILE, tail=rope)
 
 
 def key_record(width: int) -> Record:
@@ -68,7 +67,6 @@ class SparsePlan:
     sin_TR: torch.Tensor
     early: MlaPlan | None  # its groups cover the early rows in their order
     early_rows_T: torch.Tensor | None  # None: all
-    early_pages_P: torch.Tensor  # of the early rows' sequences, each once; page 0 pads tables
     choosing: ChoosingRows | None
 
 
@@ -84,16 +82,14 @@ def plan(
     """Once a step. Position `count` - 1 is the last one that sees no more than `count` keys."""
     cos_TR, sin_TR = rope.at(step.positions_T)
     early_step, early_rows_T = early_part(step, count)
-    early, pages_P = None, step.pages_SP[:0, 0]
+    early = None
     if early_step is not None:
         early = mla.plan(early_step, rope, dims, forms, dtype, reads_pages)
-        pages_P = torch.unique(torch.cat((early_step.pages_SP.flatten(), pages_P.new_zeros(1))))
     return SparsePlan(
         cos_TR=cos_TR,
         sin_TR=sin_TR,
         early=early,
         early_rows_T=early_rows_T,
-        early_pages_P=pages_P,
         choosing=choosing_rows(step, count),
     )
 
@@ -151,13 +147,12 @@ class SparseMlaAttention(Block):
         return self.out.forward(out_TX)
 
     def _attend_all(self, q_NHD: torch.Tensor, plan: SparsePlan, cache: LayerCache) -> torch.Tensor:
-        """Rows that read every key they see; records are read back first."""
+        """Rows that read every key they see."""
         assert plan.early is not None, "no row reads all its keys"
-        latent_PBX = cache["latent"]
-        if latent_PBX.dtype == torch.uint8:
-            latent_PBX = self._read_pages(latent_PBX, plan.early_pages_P, q_NHD.dtype)
-        absorbed, expanded = plan.early.absorbed, plan.early.expanded
-        return self._ops.mla(q_NHD, latent_PBX, self.kv_b.packed, absorbed, expanded, self.dims)
+        return self._ops.mla(
+            q_NHD, cache["latent"], self.kv_b.packed, plan.early.absorbed, plan.early.expanded,
+            self.dims, _record_of(cache["latent"], self._latent_record),
+        )  # fmt: skip
 
     def _attend_chosen(
         self,
@@ -189,16 +184,12 @@ class SparseMlaAttention(Block):
     def _write_latent(
         self, latent_TX: torch.Tensor, step: Step, plan: SparsePlan, cache_PBX: torch.Tensor
     ) -> None:
-        weight, eps = self.latent_norm.weight.tensor, self.latent_norm.eps
-        if cache_PBX.dtype != torch.uint8:
-            self._ops.write_latent(
-                cache_PBX, step.slots_T, latent_TX, weight, eps, plan.cos_TR, plan.sin_TR
-            )
-            return
-        rows_1TX = latent_TX.new_empty(1, *latent_TX.shape)
-        places_T = torch.arange(len(latent_TX), device=latent_TX.device)
-        self._ops.write_latent(rows_1TX, places_T, latent_TX, weight, eps, plan.cos_TR, plan.sin_TR)
-        self._ops.sparse.write_record(cache_PBX, step.slots_T, rows_1TX[0], self._latent_record)
+        ops, slots_T, norm = self._ops, step.slots_T, self.latent_norm
+        angles, record = (plan.cos_TR, plan.sin_TR), _record_of(cache_PBX, self._latent_record)
+        if record is None:
+            ops.write_latent(cache_PBX, slots_T, latent_TX, norm.weight.tensor, norm.eps, *angles)
+        else:
+            write_latent_record(ops, cache_PBX, slots_T, latent_TX, norm, angles, record)
 
     def _write_key(
         self, projected_TD: torch.Tensor, step: Step, plan: SparsePlan, cache_PBD: torch.Tensor
@@ -208,19 +199,6 @@ class SparseMlaAttention(Block):
             self._ops.sparse.write_record(cache_PBD, step.slots_T, key_TD, self._key_record)
         else:
             self._ops.write(cache_PBD, step.slots_T, key_TD)
-
-    def _read_pages(
-        self, cache_PBY: torch.Tensor, pages_X: torch.Tensor, dtype: torch.dtype
-    ) -> torch.Tensor:
-        """A cache of plain rows in which only `pages` are filled."""
-        num_pages, page_tokens = cache_PBY.shape[:2]
-        record = self._latent_record
-        offsets = torch.arange(page_tokens, device=pages_X.device)
-        slots_N = (pages_X[:, None] * page_tokens + offsets).flatten()
-        rows_NX = self._ops.sparse.read_record(cache_PBY, slots_N, record, dtype)
-        plain_PBX = rows_NX.new_empty(num_pages, page_tokens, record.width)
-        plain_PBX[pages_X] = rows_NX.view(-1, page_tokens, record.width)
-        return plain_PBX
 
 
 def _record_of(cache_PBX: torch.Tensor, record: Record) -> Record | None:

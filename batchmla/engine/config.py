@@ -128,6 +128,9 @@ def draft(
         max_num_seqs=max_num_seqs,
         max_batched_tokens=max_batched_tokens,
         is_exact=settle_exact(options, hardware),
+        decoded_share=0.0
+        if kv_dtype in DTYPE_BYTES
+        else layout_of(dtype, placement, page_tokens).token_bytes / layout.token_bytes,
     )
     pool = Pool(
         options=options,

@@ -15,7 +15,8 @@ class Workspace:
     expanded and padded keys and values, 2 w elements a token of context, plus a mask of chunk times
     context; the logits as four float32 copies for every sequence. Decoding gathers one layer's rows
     of all sequences: up to 1 / num_layers of the pool, `gather_share`; exact mode pads each
-    sequence's by up to half.
+    sequence's by up to half. Rows kept as records are then decoded into `decoded_share` times
+    their bytes.
     """
 
     row_width: int
@@ -25,6 +26,7 @@ class Workspace:
     max_num_seqs: int
     max_batched_tokens: int
     is_exact: bool = False
+    decoded_share: float = 0.0
 
     def fixed_bytes(self, max_model_len: int) -> int:
         """The part that does not grow with the pool."""
@@ -38,4 +40,5 @@ class Workspace:
     @property
     def gather_share(self) -> float:
         """Gathered bytes as a share of the pool's."""
-        return (1.5 if self.is_exact else 1.0) / self.num_layers
+        gathered = (1.5 if self.is_exact else 1.0) / self.num_layers
+        return gathered * (1 + self.decoded_share)

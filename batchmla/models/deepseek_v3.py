@@ -42,6 +42,7 @@ from batchmla.placement import Placement
 from batchmla.weights.rules import Rule, Skip
 
 V2 = "DeepseekV2ForCausalLM"
+KV_FORMATS = mla.FORMATS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

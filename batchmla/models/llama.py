@@ -45,6 +45,7 @@ from batchmla.weights.rules import Rule, Skip
 
 LLAMA, QWEN2 = "LlamaForCausalLM", "Qwen2ForCausalLM"
 QWEN3, QWEN3_MOE = "Qwen3ForCausalLM", "Qwen3MoeForCausalLM"
+KV_FORMATS = gqa.FORMATS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

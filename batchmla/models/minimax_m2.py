@@ -40,6 +40,7 @@ from batchmla.placement import Placement
 from batchmla.weights.rules import Rule, Skip
 
 FULL_ATTENTION = 1  # in `attn_type_list`; 0 is the linear attention of MiniMax-Text-01
+KV_FORMATS = gqa.FORMATS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

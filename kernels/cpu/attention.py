@@ -12,12 +12,14 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
+from batchmla.kernels.cpu.cached import CachedRows
 from batchmla.kernels.cpu.linear import one_linear
 from batchmla.kernels.cpu.norm import norm, rope
 from batchmla.kernels.cpu.scratch import Scratch
 from batchmla.kernels.cpu.sdpa import Attended, flash, plain, sdpa
 from batchmla.kernels.groups import Group, Groups
 from batchmla.kernels.ops import MlaDims, Packed, RopeLayout
+from batchmla.kernels.sparse_ops import Record
 
 
 def write(cache_PBW: torch.Tensor, slots_T: torch.Tensor, rows_TW: torch.Tensor) -> None:
@@ -208,14 +210,16 @@ class Attention:
         value_PBW: torch.Tensor,
         groups: Groups,
         scale: float,
+        record: Record | None = None,
     ) -> torch.Tensor:
         """Grouped-query attention."""
         head_dim, dtype = q_THD.shape[-1], q_THD.dtype
+        cached_keys = CachedRows(key_PBW, record, self._scratch, "keys")
+        cached_values = CachedRows(value_PBW, record, self._scratch, "values")
         q_NHD = _ordered(q_THD, groups)
 
         def keys(group: Group) -> tuple[torch.Tensor, torch.Tensor]:
-            k_GLW = self._keys("keys", key_PBW, group, dtype)
-            v_GLW = self._keys("values", value_PBW, group, dtype)
+            k_GLW, v_GLW = cached_keys.of(group, dtype), cached_values.of(group, dtype)
             k_GLKD, v_GLKD = (part.view(*part.shape[:2], -1, head_dim) for part in (k_GLW, v_GLW))
             return k_GLKD, v_GLKD
 
@@ -232,12 +236,14 @@ class Attention:
         absorbed: Groups,
         expanded: Groups,
         dims: MlaDims,
+        record: Record | None = None,
     ) -> torch.Tensor:
         """Multi-head latent attention in both forms."""
+        cached = CachedRows(cache_PBW, record, self._scratch, "keys")
         out_TX: torch.Tensor | None = None
         for groups, attend in ((absorbed, self._absorbed), (expanded, self._expanded)):
             if groups.members:
-                out_NX = attend(_ordered(q_THD, groups), cache_PBW, kv_b, groups, dims)
+                out_NX = attend(_ordered(q_THD, groups), cached, kv_b, groups, dims)
                 if groups.rows_N is None:
                     return out_NX
                 if out_TX is None:
@@ -267,30 +273,10 @@ class Attention:
         ]
         return results.merged(prefixes)
 
-    def _keys(
-        self, use: str, cache_PBW: torch.Tensor, group: Group, dtype: torch.dtype
-    ) -> torch.Tensor:
-        """The group's cached rows [G, L, W]; pages that form a run are not copied."""
-        page_tokens, width = cache_PBW.shape[1:]
-        num_pages, run = group.pages_GP.shape[1], group.page_run
-        if run is not None:
-            page_values = page_tokens * width
-            rows_GLW = cache_PBW.as_strided(
-                (group.num_sequences, num_pages * page_tokens, width),
-                (run.stride * page_values, width, 1),
-                cache_PBW.storage_offset() + run.first * page_values,
-            )
-        else:
-            shape = (group.num_sequences * num_pages, page_tokens, width)
-            pages = self._scratch.take(use, shape, cache_PBW)
-            torch.index_select(cache_PBW, 0, group.pages_GP.flatten(), out=pages)
-            rows_GLW = pages.view(group.num_sequences, -1, width)
-        return rows_GLW[:, : group.num_keys].to(dtype)
-
     def _absorbed(
         self,
         q_NHD: torch.Tensor,
-        cache_PBW: torch.Tensor,
+        cached: CachedRows,
         kv_b: Packed,
         groups: Groups,
         dims: MlaDims,
@@ -303,7 +289,7 @@ class Attention:
         q_NHX = torch.cat((q_HNC.transpose(0, 1), q_NHD[..., dims.nope :]), dim=-1)
 
         def keys(group: Group) -> tuple[torch.Tensor, torch.Tensor]:
-            row_GL1X = self._keys("keys", cache_PBW, group, q_NHD.dtype)[:, :, None]
+            row_GL1X = cached.of(group, q_NHD.dtype)[:, :, None]
             return row_GL1X, row_GL1X
 
         z_NHC = self._attend(q_NHX, groups, keys, dims.latent, dims.scale)
@@ -313,21 +299,21 @@ class Attention:
     def _expanded(
         self,
         q_NHD: torch.Tensor,
-        cache_PBW: torch.Tensor,
+        cached: CachedRows,
         kv_b: Packed,
         groups: Groups,
         dims: MlaDims,
     ) -> torch.Tensor:
         """Keys and values of every head are made from the latent rows, used once and dropped."""
 
-        shared = _SharedKeys(cache_PBW.shape[1])
+        shared = _SharedKeys(cached.page_tokens)
 
         def expand(row_GLX: torch.Tensor) -> torch.Tensor:
             kv_XX = self._products.expand(row_GLX[..., : dims.latent].flatten(0, 1), kv_b)
             return kv_XX.view(*row_GLX.shape[:2], dims.heads, dims.nope + dims.value)
 
         def keys(group: Group) -> tuple[torch.Tensor, torch.Tensor]:
-            row_GLX = self._keys("keys", cache_PBW, group, q_NHD.dtype)
+            row_GLX = cached.of(group, q_NHD.dtype)
             kv_GLHX = shared.expanded(group, row_GLX, expand)
             pe_GLHR = row_GLX[:, :, None, dims.latent :].expand(-1, -1, dims.heads, -1)
             k_GLHD = torch.cat((kv_GLHX[..., : dims.nope], pe_GLHR), dim=-1)

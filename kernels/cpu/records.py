@@ -70,10 +70,17 @@ def read_record(
         pages_N, places_N = slots_N // cache_PBY.shape[1], slots_N % cache_PBY.shape[1]
         data_NX, scales_NX = (part[pages_N, places_N] for part in page_parts(cache_PBY, record))
         return dequantise(data_NX, scales_NX, record, dtype)
-    rows_NY = cache_PBY.flatten(0, 1).index_select(0, slots_N)
+    return plain_rows(cache_PBY.flatten(0, 1).index_select(0, slots_N), record, dtype)
+
+
+def plain_rows(rows_NY: torch.Tensor, record: Record, dtype: torch.dtype) -> torch.Tensor:
+    """Records whose scales lie within the row, over the last dimension."""
+    assert not record.scales_last, "scales behind the page's rows are not the row's"
     border = record.values + record.scale_bytes
-    data_NX = torch.cat((rows_NY[:, : record.values], rows_NY[:, border:]), dim=1)
-    return dequantise(data_NX, rows_NY[:, record.values : border], record, dtype)
+    data_NX = rows_NY[..., : record.values]
+    if record.tail:
+        data_NX = torch.cat((data_NX, rows_NY[..., border:]), dim=-1)
+    return dequantise(data_NX, rows_NY[..., record.values : border], record, dtype)
 
 
 def dequantise(

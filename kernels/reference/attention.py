@@ -9,6 +9,8 @@ from batchmla.kernels.groups import Groups
 from batchmla.kernels.ops import MlaDims, Packed, RopeLayout
 from batchmla.kernels.reference.linear import plain
 from batchmla.kernels.reference.norm import norm, rope
+from batchmla.kernels.reference.sparse import read_record
+from batchmla.kernels.sparse_ops import Record
 
 
 def write(cache_PBW: torch.Tensor, slots_T: torch.Tensor, rows_TW: torch.Tensor) -> None:
@@ -65,6 +67,16 @@ def _sequences(
             yield [row for row, _ in here], row_LW, seen_QL
 
 
+def _plain(cache_PBX: torch.Tensor, record: Record | None) -> torch.Tensor:
+    """The rows that a cache of records stands for, in float32; another cache as it is."""
+    if record is None:
+        return cache_PBX
+    num_pages, page_tokens = cache_PBX.shape[:2]
+    slots_N = torch.arange(num_pages * page_tokens)
+    rows_NX = read_record(cache_PBX, slots_N, record, torch.float32)
+    return rows_NX.view(num_pages, page_tokens, record.width)
+
+
 def _attend(
     q_QHD: torch.Tensor,
     k_LHD: torch.Tensor,
@@ -86,12 +98,13 @@ def gqa(
     value_PBW: torch.Tensor,
     groups: Groups,
     scale: float,
+    record: Record | None = None,
 ) -> torch.Tensor:
     """Grouped-query attention (Ainslie et al. 2023)."""
     num_heads, head_dim = q_THD.shape[1:]
-    num_kv_heads = key_PBW.shape[-1] // head_dim
     out_THD = torch.empty_like(q_THD)
-    both = torch.cat((key_PBW, value_PBW), dim=-1)
+    both = torch.cat((_plain(key_PBW, record), _plain(value_PBW, record)), dim=-1)
+    num_kv_heads = both.shape[-1] // 2 // head_dim
     for rows, row_LX, seen_QL in _sequences(groups, both):
         k_LHD, v_LHD = (
             half.float()
@@ -111,8 +124,10 @@ def mla(
     absorbed: Groups,
     expanded: Groups,
     dims: MlaDims,
+    record: Record | None = None,
 ) -> torch.Tensor:
     """Multi-head latent attention (DeepSeek-V2 report, eq. 9-19 and appendix C)."""
+    cache_PBW = _plain(cache_PBW, record)
     up_HXC = plain(kv_b).float().view(dims.heads, dims.nope + dims.value, dims.latent)
     uk_HNC, uv_HWC = up_HXC[:, : dims.nope], up_HXC[:, dims.nope :]
     out_THW = q_THD.new_empty(q_THD.shape[0], dims.heads, dims.value)

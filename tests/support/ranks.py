@@ -19,13 +19,18 @@ PAGE_TOKENS = 16
 
 
 def logits_on_ranks(
-    folders: Sequence[Path], prompts: Sequence[list[int]], scratch: Path, num_ranks: int
+    folders: Sequence[Path],
+    prompts: Sequence[list[int]],
+    scratch: Path,
+    num_ranks: int,
+    kv_dtype: str = "float32",
 ) -> list[list[list[torch.Tensor]]]:
     """Per rank, per folder, per prompt: float32 [T, V]."""
     context = multiprocessing.get_context("spawn")
     processes = [
         context.Process(
-            target=_run_rank, args=(rank, num_ranks, list(folders), list(prompts), scratch)
+            target=_run_rank,
+            args=(rank, num_ranks, list(folders), list(prompts), scratch, kv_dtype),
         )
         for rank in range(num_ranks)
     ]
@@ -40,7 +45,12 @@ def logits_on_ranks(
 
 
 def _run_rank(
-    rank: int, num_ranks: int, folders: list[Path], prompts: list[list[int]], scratch: Path
+    rank: int,
+    num_ranks: int,
+    folders: list[Path],
+    prompts: list[list[int]],
+    scratch: Path,
+    kv_dtype: str,
 ) -> None:
     torch.set_num_threads(1)
     placement = Placement(tensor=num_ranks, rank=rank)
@@ -51,7 +61,7 @@ def _run_rank(
         family = get_family(raw)
         device = torch.device("cpu")
         model = load_model(folder, raw, placement, par, kernels.load("cpu"), torch.float32, device)
-        layout = family.layout(family.Config.from_hf(raw), "float32", placement, PAGE_TOKENS)
+        layout = family.layout(family.Config.from_hf(raw), kv_dtype, placement, PAGE_TOKENS)
         rows, first = [], 0
         for lane, ids in enumerate(prompts):
             num_pages = layout.pages_for(len(ids))

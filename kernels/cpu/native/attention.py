@@ -9,9 +9,11 @@ import numpy as np
 import torch
 
 from batchmla.kernels.cpu.native.products import panel_linear
+from batchmla.kernels.cpu.records import plain_rows
 from batchmla.kernels.cpu.scratch import Scratch
 from batchmla.kernels.groups import Groups, Spans
 from batchmla.kernels.ops import MlaDims, Ops, Packed
+from batchmla.kernels.sparse_ops import Record
 
 WIDTH_UNIT = 32  # of keys and values
 
@@ -63,16 +65,25 @@ def _lanes(rows: torch.Tensor, width: int, *, start: int = 0, step: int = 0) -> 
     return _Lanes(rows.data_ptr() + start * rows.element_size(), width, row_values, step)
 
 
-def _in_bfloat16(spans: Spans, *caches_PBW: torch.Tensor) -> tuple[Spans, list[torch.Tensor]]:
-    """The caches as the kernels read them; of one that is kept in another dtype a copy of the pages
-    in use."""
+def _in_bfloat16(
+    spans: Spans, record: Record | None, *caches_PBW: torch.Tensor
+) -> tuple[Spans, list[torch.Tensor]]:
+    """The caches as the kernels read them; of one that is kept in another dtype, or as records, a
+    copy of the pages in use."""
     if all(cache.dtype == torch.bfloat16 for cache in caches_PBW):
         return spans, list(caches_PBW)
     pages_U, places = np.unique(spans.pages_GP, return_inverse=True)
     table_GP = np.ascontiguousarray(places.reshape(spans.pages_GP.shape))
     used = torch.from_numpy(pages_U)
-    copies = [cache.index_select(0, used).to(torch.bfloat16) for cache in caches_PBW]
+    copies = [_decoded(cache.index_select(0, used), record) for cache in caches_PBW]
     return replace(spans, pages_GP=table_GP), copies
+
+
+def _decoded(pages_PBX: torch.Tensor, record: Record | None) -> torch.Tensor:
+    """Pages of another dtype, or of records, in bfloat16."""
+    if record is None:
+        return pages_PBX.to(torch.bfloat16)
+    return plain_rows(pages_PBX, record, torch.bfloat16)
 
 
 class NativeAttention:
@@ -95,17 +106,18 @@ class NativeAttention:
         value_PBW: torch.Tensor,
         groups: Groups,
         scale: float,
+        record: Record | None = None,
     ) -> torch.Tensor:
         """Grouped-query attention."""
         if not groups.spans:
-            return self._plain.gqa(q_THD, key_PBW, value_PBW, groups, scale)
+            return self._plain.gqa(q_THD, key_PBW, value_PBW, groups, scale, record)
         num_tokens, num_heads, head_dim = q_THD.shape
         if q_THD.stride()[1:] != (head_dim, 1):
             q_THD = q_THD.contiguous()
         out_TX = q_THD.new_empty(num_tokens, num_heads * head_dim)
-        key_heads = key_PBW.shape[2] // head_dim
+        key_heads = (key_PBW.shape[2] if record is None else record.values) // head_dim
         for some in groups.spans:
-            spans, (keys, values) = _in_bfloat16(some, key_PBW, value_PBW)
+            spans, (keys, values) = _in_bfloat16(some, record, key_PBW, value_PBW)
             self._attend(
                 q_THD, out_TX, spans, spans.first_row_G, num_heads // key_heads, key_heads, scale,
                 key=_lanes(keys, head_dim, step=head_dim),
@@ -122,16 +134,17 @@ class NativeAttention:
         absorbed: Groups,
         expanded: Groups,
         dims: MlaDims,
+        record: Record | None = None,
     ) -> torch.Tensor:
         """Multi-head latent attention in both forms."""
         if not absorbed.spans and not expanded.spans:
-            return self._plain.mla(q_THD, cache_PBW, kv_b, absorbed, expanded, dims)
+            return self._plain.mla(q_THD, cache_PBW, kv_b, absorbed, expanded, dims, record)
         q_THD = q_THD.contiguous()
         out_TX = q_THD.new_empty(len(q_THD), dims.heads * dims.value)
         for spans in absorbed.spans:
-            self._absorbed(q_THD, cache_PBW, kv_b, spans, dims, out_TX)
+            self._absorbed(q_THD, cache_PBW, kv_b, spans, dims, out_TX, record)
         for spans in expanded.spans:
-            self._expanded(q_THD, cache_PBW, kv_b, spans, dims, out_TX)
+            self._expanded(q_THD, cache_PBW, kv_b, spans, dims, out_TX, record)
         return out_TX
 
     def _absorbed(
@@ -142,10 +155,11 @@ class NativeAttention:
         spans: Spans,
         dims: MlaDims,
         out_TX: torch.Tensor,
+        record: Record | None,
     ) -> None:
         """All heads read the latent rows; the up-projections move to queries and results."""
         assert kv_b.plain is not None and kv_b.panels is not None
-        spans, (cache_PBW,) = _in_bfloat16(spans, cache_PBW)
+        spans, (cache_PBW,) = _in_bfloat16(spans, record, cache_PBW)
         rows_N = None if spans.num_rows == len(q_THD) else spans.rows()
         q_NHD, first_row_G = q_THD, spans.first_row_G
         if rows_N is not None:
@@ -201,13 +215,14 @@ class NativeAttention:
         spans: Spans,
         dims: MlaDims,
         out_TX: torch.Tensor,
+        record: Record | None,
     ) -> None:
         """Keys and values of every head are made from the latent rows, each page once."""
         assert spans.pages_U is not None, "expanded sequences name the pages they expand"
         page_tokens, row_width = cache_PBW.shape[1:]
         pages = self._scratch.take("pages", (len(spans.pages_U), page_tokens, row_width), cache_PBW)
         torch.index_select(cache_PBW, 0, spans.pages_U, out=pages)
-        rows_LX = pages.flatten(0, 1).to(torch.bfloat16)
+        rows_LX = _decoded(pages.flatten(0, 1), record)
         kv_LX = panel_linear(self._library, rows_LX[:, : dims.latent], kv_b)
         step = dims.nope + dims.value
         self._attend(
