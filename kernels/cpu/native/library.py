@@ -15,7 +15,7 @@ from pathlib import Path
 
 logger = logging.getLogger(__name__)
 
-SOURCES = ("amx.h", "gemm.c", "attention.c", "rows.c", "route.c")
+SOURCES = ("amx.h", "gemm.c", "attention.c", "rows.c", "route.c", "select.c")
 NEEDED = frozenset(
     {"amx_tile", "amx_bf16", "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16"}
 )
@@ -37,6 +37,7 @@ ARGUMENTS = {
     "bmla_write": "pppllli",
     "bmla_write_latent": "pppllplfppli",
     "bmla_route": "ppllppppi",
+    "bmla_select": "pi",
 }
 COMPILE_S = 120
 

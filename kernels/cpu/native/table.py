@@ -6,18 +6,20 @@ from dataclasses import replace
 from batchmla.kernels.cpu.native.attention import NativeAttention, reads_pages
 from batchmla.kernels.cpu.native.products import NativeProducts
 from batchmla.kernels.cpu.native.rows import NativeRows
+from batchmla.kernels.cpu.native.select import NativeChoice
 from batchmla.kernels.cpu.scratch import Scratch
 from batchmla.kernels.ops import Ops
 
 
 def compiled(plain: Ops, library: ctypes.CDLL, name: str) -> Ops:
-    """`plain` with products, attention and row-wise ops from the library.
+    """`plain` with products, attention, choices and row-wise ops from the library.
 
     A row of any of them depends on itself only, so an exact back end stays exact.
     """
     scratch = Scratch()
     served, rows = NativeProducts(library, plain, scratch), NativeRows(library, plain)
     attention = NativeAttention(library, plain, scratch)
+    choice = NativeChoice(library, plain)
     return replace(
         plain,
         name=name,
@@ -34,4 +36,5 @@ def compiled(plain: Ops, library: ctypes.CDLL, name: str) -> Ops:
         gqa=attention.gqa,
         mla=attention.mla,
         reads_pages=reads_pages,
+        sparse=replace(plain.sparse, select_keys=choice.select_keys),
     )
