@@ -19,6 +19,7 @@ ARCHITECTURES = {
     "DeepseekV32ForCausalLM": "deepseek_v32",
     "DeepseekV4ForCausalLM": "deepseek_v4",
     "MiniMaxM2ForCausalLM": "minimax_m2",
+    "MiniMaxM3SparseForConditionalGeneration": "minimax_m3",
 }
 
 

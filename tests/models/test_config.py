@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 from published import DEEPSEEK_R1, DEEPSEEK_V2_LITE, KIMI_K2, MINIMAX_M2
-from tiny import LLAMA3, TINY, make_oracle
+from tiny import LLAMA3, TINY, make_oracle, raw_config
 
 from batchmla import kernels
 from batchmla.errors import JobError
@@ -15,11 +15,6 @@ from batchmla.models.load import count_model, load_model
 from batchmla.parallel import Par
 from batchmla.placement import Placement
 from batchmla.weights.rules import expand
-
-
-def raw_of(name: str, **changes: Any) -> dict[str, Any]:
-    architecture, fields = TINY[name]
-    return {"architectures": [architecture], **fields, **changes}
 
 
 def read(raw: dict[str, Any]) -> Any:
@@ -141,7 +136,7 @@ def test_what_cannot_be_computed_is_refused_by_name(
     name: str, changes: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(JobError, match=message):
-        read(raw_of(name, **changes))
+        read(raw_config(name, **changes))
 
 
 @pytest.mark.parametrize("name", TINY)
@@ -150,8 +145,8 @@ def test_a_missing_value_is_said_to_be_missing(name: str) -> None:
     if name.startswith(("v2", "v3", "k2")):
         needed += ["kv_lora_rank", "qk_rope_head_dim", "v_head_dim", "n_routed_experts"]
     for field in needed:
-        raw = raw_of(name)
-        del raw[field]
+        raw = raw_config(name)
+        del raw.get("text_config", raw)[field]
         with pytest.raises(JobError, match=f"{field} is missing; it must be a positive integer"):
             read(raw)
 
@@ -162,28 +157,28 @@ def test_an_architecture_that_is_no_name_is_refused() -> None:
 
 
 def test_old_and_new_rope_fields_mean_the_same() -> None:
-    new = raw_of("llama")
-    old = raw_of("llama", rope_theta=LLAMA3["rope_theta"])
+    new = raw_config("llama")
+    old = raw_config("llama", rope_theta=LLAMA3["rope_theta"])
     del old["rope_parameters"]
     old["rope_scaling"] = {k: v for k, v in LLAMA3.items() if k != "rope_theta"}
     older = old | {"rope_scaling": old["rope_scaling"] | {"type": "llama3"}}
     del older["rope_scaling"]["rope_type"]
     assert read(new) == read(old) == read(older)
     assert read(new).rope.kind is RopeKind.LLAMA3
-    assert read(raw_of("llama", torch_dtype="bfloat16")).dtype == "bfloat16"
-    assert read(raw_of("llama", dtype="float16")).dtype == "float16"
+    assert read(raw_config("llama", torch_dtype="bfloat16")).dtype == "bfloat16"
+    assert read(raw_config("llama", dtype="float16")).dtype == "float16"
 
 
 def test_a_window_that_no_layer_uses_is_no_fault() -> None:
-    plain = read(raw_of("qwen3"))
-    assert read(raw_of("qwen3", sliding_window=4096, use_sliding_window=False)) == plain
+    plain = read(raw_config("qwen3"))
+    assert read(raw_config("qwen3", sliding_window=4096, use_sliding_window=False)) == plain
     kinds = ["full_attention", "full_attention"]
-    assert read(raw_of("qwen3", layer_types=kinds, use_sliding_window=True)) == plain
+    assert read(raw_config("qwen3", layer_types=kinds, use_sliding_window=True)) == plain
 
 
 def test_sparse_layers_follow_the_step_and_the_list() -> None:
     changes = {"num_hidden_layers": 6, "decoder_sparse_step": 2, "mlp_only_layers": [3]}
-    raw = raw_of("qwen3_moe", **changes)
+    raw = raw_config("qwen3_moe", **changes)
     assert read(raw).experts.layers == (1, 5)
     oracle = make_oracle("qwen3_moe", **changes)
     sparse = [i for i, layer in enumerate(oracle.model.layers) if hasattr(layer.mlp, "experts")]
@@ -191,7 +186,7 @@ def test_sparse_layers_follow_the_step_and_the_list() -> None:
     names = {piece.source for piece in expand(get_family(raw).rules(read(raw)), Placement())}
     assert "model.layers.3.mlp.up_proj.weight" in names
     assert "model.layers.5.mlp.experts.7.up_proj.weight" in names
-    assert read(raw_of("qwen3_moe", mlp_only_layers=[0, 1, 2])).experts is None
+    assert read(raw_config("qwen3_moe", mlp_only_layers=[0, 1, 2])).experts is None
 
 
 def test_minimax_weights_are_found_under_their_published_names() -> None:
@@ -213,7 +208,7 @@ def test_minimax_weights_are_found_under_their_published_names() -> None:
 
 
 def test_rotated_width_may_be_said_three_ways() -> None:
-    raw = raw_of("minimax_m2")
+    raw = raw_config("minimax_m2")
     rope = raw["rope_parameters"]
     by_width = read(raw).rope
     del raw["rotary_dim"]
@@ -226,8 +221,8 @@ def test_rotated_width_may_be_said_three_ways() -> None:
 
 
 def test_greedy_routing_knows_no_groups() -> None:
-    plain = read(raw_of("v2_lite"))
-    assert read(raw_of("v2_lite", n_group=4, topk_group=2)) == plain
+    plain = read(raw_config("v2_lite"))
+    assert read(raw_config("v2_lite", n_group=4, topk_group=2)) == plain
     assert plain.router.groups == 1 and not plain.has_router_bias
 
 
@@ -244,7 +239,7 @@ def test_scales_of_published_models() -> None:
 
 @pytest.mark.parametrize("name", TINY)
 def test_rope_frequencies_equal_the_oracle(name: str) -> None:
-    config = read(raw_of(name))
+    config = read(raw_config(name))
     rotary = make_oracle(name).model.rotary_emb
     if name == "v4":
         for kind, spec in (("main", config.window_rope), ("compress", config.entry_rope)):
@@ -258,7 +253,7 @@ def test_rope_frequencies_equal_the_oracle(name: str) -> None:
 
 def test_yarn_without_mscale_scales_cos_and_sin_as_the_oracle() -> None:
     yarn = {k: v for k, v in TINY["v3"][1]["rope_parameters"].items() if "mscale" not in k}
-    config = read(raw_of("v3", rope_parameters=yarn))
+    config = read(raw_config("v3", rope_parameters=yarn))
     oracle = make_oracle("v3", rope_parameters=yarn)
     assert config.rope.multiplier == pytest.approx(oracle.model.rotary_emb.attention_scaling)
     assert config.attention.scale == pytest.approx(oracle.model.layers[0].self_attn.scaling)
@@ -298,7 +293,7 @@ def test_quantised_weights_are_refused_when_loading(raw: dict[str, Any], tmp_pat
 @pytest.mark.parametrize("name", TINY)
 def test_count_equals_the_oracle(name: str) -> None:
     oracle = make_oracle(name)
-    count = count_model(raw_of(name), Placement(), kernels.load("reference"), torch.float32)
+    count = count_model(raw_config(name), Placement(), kernels.load("reference"), torch.float32)
     held = ("bias", "tid2eid")
     biases = sum(
         value.numel() for key, value in oracle.named_buffers() if any(word in key for word in held)
@@ -308,6 +303,6 @@ def test_count_equals_the_oracle(name: str) -> None:
 
 
 def test_heads_that_do_not_divide_are_refused() -> None:
-    raw = raw_of("llama", num_key_value_heads=1)
+    raw = raw_config("llama", num_key_value_heads=1)
     with pytest.raises(JobError, match=r"1 kv heads .* over 2 devices"):
         count_model(raw, Placement(tensor=2), kernels.load("reference"), torch.float32)

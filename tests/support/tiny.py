@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import transformers
+from m3_names import published_m3, published_m3_config
 from safetensors.torch import save_file
 from v4_names import published_v4
 
@@ -88,6 +89,17 @@ MINIMAX_M2 = QWEN2 | {
     "head_dim": 32, "rotary_dim": 16, "intermediate_size": 32, "num_local_experts": 8,
     "num_experts_per_tok": 2, "rope_parameters": {"rope_type": "default", "rope_theta": 5e6},
 }  # fmt: skip
+# a row reads 3 blocks of 4 keys; index heads are partly rotated
+MINIMAX_M3 = COMMON | {
+    "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 32, "rotary_dim": 16, "intermediate_size": 32, "dense_intermediate_size": 96,
+    "shared_intermediate_size": 64, "num_local_experts": 8, "num_experts_per_tok": 2,
+    "swiglu_limit": 1.0, "index_n_heads": 2, "index_head_dim": 24, "index_block_size": 4,
+    "index_topk_blocks": 3, "index_local_blocks": 1,
+    "layer_types": ["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"],
+    "mlp_layer_types": ["dense", "sparse", "sparse"], "tie_word_embeddings": False,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 5e6, "partial_rotary_factor": 0.5},
+}  # fmt: skip
 TINY = {
     "llama": ("LlamaForCausalLM", LLAMA),
     "llama_tied": ("LlamaForCausalLM", LLAMA | {"tie_word_embeddings": True, "head_dim": 32}),
@@ -95,6 +107,7 @@ TINY = {
     "qwen3": ("Qwen3ForCausalLM", QWEN3),
     "qwen3_moe": ("Qwen3MoeForCausalLM", QWEN3_MOE),
     "minimax_m2": ("MiniMaxM2ForCausalLM", MINIMAX_M2),
+    "minimax_m3": ("MiniMaxM3VLForCausalLM", MINIMAX_M3),
     "v2_lite": ("DeepseekV2ForCausalLM", V2_LITE),
     "v2": ("DeepseekV2ForCausalLM", V2),
     "v3": ("DeepseekV3ForCausalLM", V3),
@@ -121,11 +134,20 @@ TINY = {
 WITH_LANES = ("v4",)
 # lengths at the edges of what a family reads
 EDGES = {
+    "minimax_m3": (1, 11, 12, 13, 17, 96),
     "v4": (1, 3, 4, 9, 17, 96),
     "v32": (1, 7, 8, 9, 17, 96),
     "v32_wide": (1, 39, 40, 41, 17, 96),
 }
 CORE = ("llama", "llama_tied", "v3", "v3_no_q_lora")
+
+
+def raw_config(name: str, **changes: Any) -> dict[str, Any]:
+    """What the family's `config.json` says."""
+    architecture, fields = TINY[name]
+    if architecture == "MiniMaxM3VLForCausalLM":
+        return published_m3_config(fields | changes)
+    return {"architectures": [architecture], **fields, **changes}
 
 
 def make_oracle(name: str, seed: int = 0, **changes: Any) -> Any:
@@ -140,8 +162,9 @@ def make_oracle(name: str, seed: int = 0, **changes: Any) -> Any:
 
 
 def randomise(oracle: torch.nn.Module, seed: int) -> None:
-    """Matrices N(0, 0.15), norms 1 + N(0, 0.1), biases N(0, 0.3)."""
+    """Matrices N(0, 0.15), norms 1 + N(0, 0.1) in effect, biases N(0, 0.3)."""
     generator = torch.Generator().manual_seed(seed)
+    held = 0 if oracle.config.model_type == "minimax_m3_vl_text" else 1
     state = dict(oracle.named_parameters()) | dict(oracle.named_buffers())
     with torch.no_grad():
         for name, value in sorted(state.items()):
@@ -155,7 +178,7 @@ def randomise(oracle: torch.nn.Module, seed: int) -> None:
             elif value.dim() > 1:
                 value.copy_(noise * 0.15)
             elif "norm" in name and not name.endswith("bias"):
-                value.copy_(1 + noise * 0.1)
+                value.copy_(held + noise * 0.1)
             else:
                 value.copy_(noise * 0.3)
 
@@ -166,6 +189,10 @@ def write_tiny(folder: Path, name: str, seed: int = 0, **changes: Any) -> Any:
     oracle.save_pretrained(folder)
     if TINY[name][0] == "DeepseekV4ForCausalLM":
         save_file(published_v4(oracle.state_dict()), folder / "model.safetensors")
+    if TINY[name][0] == "MiniMaxM3VLForCausalLM":
+        save_file(published_m3(oracle.state_dict()), folder / "model.safetensors")
+        raw = published_m3_config(json.loads((folder / "config.json").read_text()))
+        (folder / "config.json").write_text(json.dumps(raw))
     return oracle
 
 

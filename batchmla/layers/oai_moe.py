@@ -1,0 +1,75 @@
+"""MiniMax-M3's feed-forward layers: SwiGLU-OAI, alone and in experts. T tokens, M width, E experts,
+A active ones."""
+
+from dataclasses import dataclass
+
+import torch
+
+from batchmla.kernels.block_sparse_ops import OaiGate
+from batchmla.kernels.ops import Ops, PackKind, RouterDims
+from batchmla.layers.block import Block, Weight
+from batchmla.layers.linear import ColLinear, RowLinear
+from batchmla.layers.moe import Router
+from batchmla.parallel import Par
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OaiMoeDims:
+    """Whole sizes of a routed layer."""
+
+    width: int
+    num_experts: int
+    expert_width: int
+    shared_width: int
+    router: RouterDims
+    gate: OaiGate
+
+
+class OaiMlp(Block):
+    """gate and up are one product; with `is_summed` false the caller sums over ranks."""
+
+    def __init__(
+        self,
+        par: Par,
+        ops: Ops,
+        width: int,
+        ffn_width: int,
+        gate: OaiGate,
+        *,
+        is_summed: bool = True,
+    ) -> None:
+        self.up = ColLinear(par, ops, width, ffn_width, ffn_width)
+        self.down = RowLinear(par, ops, ffn_width, width, is_summed=is_summed)
+        self._act_mul = ops.blocks.act_mul
+        self._gate = gate
+
+    def forward(self, x_TM: torch.Tensor) -> torch.Tensor:
+        """[T, M] → [T, M]."""
+        return self.down.forward(self._act_mul(self.up.forward(x_TM), self._gate))
+
+
+class OaiMoe(Block):
+    """Σ weight · expert(x) + shared(x); experts are cut by ffn width, summed once over ranks."""
+
+    def __init__(self, par: Par, ops: Ops, dims: OaiMoeDims) -> None:
+        local = par.placement.local(dims.expert_width, "expert features")
+        share = dims.router.active / dims.num_experts
+        self.router = Router(ops, dims.width, dims.num_experts, dims.router, has_bias=True)
+        self.experts_up = Weight(
+            dims.num_experts, 2 * local, dims.width, kind=PackKind.EXPERTS_UP, active_share=share
+        )
+        self.experts_down = Weight(
+            dims.num_experts, dims.width, local, kind=PackKind.EXPERTS_DOWN, active_share=share
+        )
+        self.shared = OaiMlp(par, ops, dims.width, dims.shared_width, dims.gate, is_summed=False)
+        self._gate = dims.gate
+        self._par = par
+        self._experts = ops.blocks.experts
+
+    def forward(self, x_TM: torch.Tensor) -> torch.Tensor:
+        """[T, M] → [T, M]."""
+        weights_TA, ids_TA = self.router.forward(x_TM)
+        out_TM = self._experts(
+            x_TM, weights_TA, ids_TA, self.experts_up.packed, self.experts_down.packed, self._gate
+        )
+        return self._par.sum(out_TM + self.shared.forward(x_TM))
