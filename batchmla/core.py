@@ -107,6 +107,11 @@ class GrammarState(Protocol):
         ...
 
     @property
+    def sure_id(self) -> int | None:
+        """The only token that can follow; None where there is a choice, or that is not known."""
+        ...
+
+    @property
     def fault(self) -> str | None:
         """Why the grammar cannot be followed any further, if something went wrong."""
         ...

@@ -1,5 +1,6 @@
 """The engine in a program of one's own: results in order, a bad prompt is one result's error."""
 
+import json
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from tiny import oracle_logits, write_tiny
 import batchmla
 from batchmla.api import Engine, Result
 from batchmla.errors import DeviceError, JobError
+from batchmla.text.grammar import Content
 from batchmla.text.tokenizer import Tokenizer
 
 DOCUMENT = "Receipt from Corner Shop: 2 x bread at 1.20"
@@ -64,6 +66,34 @@ def test_stops_and_log_probabilities_come_with_the_results(tally: Engine) -> Non
         [conversation], {"structured": schema, "max_tokens": 60}, reasoning={"budget": 4}
     )
     assert result.content.startswith("{") and result.error is None
+
+
+def test_tokens_that_a_schema_settles_change_nothing_but_the_steps(
+    tally: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = ["quantity_of_bread", "quantity_of_milk"]
+    schema = {
+        "type": "object", "required": names, "additionalProperties": False,
+        "properties": {name: {"type": "integer", "maximum": 99} for name in names},
+    }  # fmt: skip
+    talks = [[{"role": "user", "content": f"{DOCUMENT}, {n} x milk at 0.99"}] for n in range(1, 6)]
+
+    def run(temperature: float) -> tuple[list[Result], int]:
+        before = tally._core.stats().steps
+        params = {
+            "structured": {"json_schema": schema}, "temperature": temperature, "max_tokens": 90
+        }  # fmt: skip
+        results = tally.chat(talks, params, reasoning={"budget": 3})
+        return results, tally._core.stats().steps - before
+
+    quick = [run(temperature) for temperature in (0.0, 1.0)]
+    monkeypatch.setattr(Content, "sure_id", None)
+    slow = [run(temperature) for temperature in (0.0, 1.0)]
+    for (results, num_steps), (plain, num_plain_steps) in zip(quick, slow, strict=True):
+        assert [r.token_ids for r in results] == [r.token_ids for r in plain]
+        assert num_steps < 0.8 * num_plain_steps
+        for result in results:
+            assert list(json.loads(result.content)) == names
 
 
 def test_results_are_a_table_with_the_types_of_a_job(tally: Engine) -> None:

@@ -1,6 +1,6 @@
 """Changes to the logits of rows that ask for more than plain sampling: counted penalties and biases
 are added, banned words and what a grammar forbids become -inf. Every row is changed by itself.
-N rows of the step, V vocabulary, W words of 32 bits for V.
+N rows of the step, V vocabulary.
 """
 
 from collections.abc import Sequence as Items
@@ -9,31 +9,38 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from batchmla.core import GrammarState
+from batchmla.engine.masks import Masks
 from batchmla.engine.sequence import Sequence
 
 Ids = npt.NDArray[np.int64]
 
 
-def adjust(logits_NV: torch.Tensor, sequences: Items[Sequence], rows: Items[int]) -> dict[int, str]:
-    """Changes `logits` in place for the given rows, which have extras and no forced token.
+def adjust(
+    logits_NV: torch.Tensor, sequences: Items[Sequence], rows: Items[int], masks: Masks | None
+) -> dict[int, str]:
+    """Changes `logits` in place for the given rows, which have extras and no forced token, and for
+    those of `masks`.
 
-    Returns the rows that have no token left to draw, with the reason as a sentence.
+    Returns those of `rows` that have no token left to draw, with the reason as a sentence.
     """
     _add(logits_NV, sequences, rows)
-    masked = dict.fromkeys(_ban(logits_NV, sequences, rows), "sampling.bad_words")
-    constrained, faults = _constrain(logits_NV, sequences, rows)
-    masked |= dict.fromkeys(constrained, "sampling.structured")
-    if not masked:
-        return {}
-    places = torch.tensor(list(masked), device=logits_NV.device)
-    is_empty = torch.isneginf(logits_NV[places].max(dim=1).values).tolist()
-    empty = {
-        row: f"{field} leaves no token to draw at position {sequences[row].num_tokens}"
-        for (row, field), empty in zip(masked.items(), is_empty, strict=True)
-        if empty
-    }
-    return empty | faults
+    banned = _ban(logits_NV, sequences, rows)
+    governed: list[int] = []
+    empty: list[int] = []
+    faults: dict[int, str] = {}
+    if masks is not None:
+        masks.apply(logits_NV)
+        governed, empty = masks.rows, masks.empty_rows
+        faults = {row: f"sampling.structured: {fault}" for row, fault in masks.faults.items()}
+    if banned:
+        most_N = logits_NV[torch.tensor(banned, device=logits_NV.device)].amax(dim=1)
+        is_empty = torch.isneginf(most_N).tolist()
+        empty += [row for row, is_so in zip(banned, is_empty, strict=True) if is_so]
+    for row in empty:
+        field = "sampling.structured" if row in governed else "sampling.bad_words"
+        sentence = f"{field} leaves no token to draw at position {sequences[row].num_tokens}"
+        faults.setdefault(row, sentence)
+    return {row: faults[row] for row in rows if row in faults} if faults else {}
 
 
 def _add(logits_NV: torch.Tensor, sequences: Items[Sequence], rows: Items[int]) -> None:
@@ -74,65 +81,6 @@ def _ban(logits_NV: torch.Tensor, sequences: Items[Sequence], rows: Items[int]) 
     if ids:
         logits_NV[_places(owners, ids, logits_NV.device)] = -torch.inf
     return owners
-
-
-def _constrain(
-    logits_NV: torch.Tensor, sequences: Items[Sequence], rows: Items[int]
-) -> tuple[list[int], dict[int, str]]:
-    """Only what the grammar lets follow; end-of-text ids only where the content is complete.
-
-    Returns the rows concerned, and those whose grammar failed, with the reason.
-    """
-    states = _states(sequences, rows)
-    if not states:
-        return [], {}
-    held = list(states)
-    vocab = logits_NV.shape[1]
-    masks_NW = np.zeros((len(held), -(-vocab // 32)), np.int32)
-    grammar = sequences[held[0]].prompt.params.grammar
-    assert grammar is not None, "a state has its grammar"
-    grammar.fill(list(states.values()), masks_NW)
-    bytes_NB = masks_NW.astype("<i4", copy=False).view(np.uint8)
-    is_allowed_NV = np.unpackbits(bytes_NB, axis=1, bitorder="little")[:, :vocab]
-    for place, row in enumerate(held):
-        _allow_ends(is_allowed_NV[place], sequences[row], vocab)
-    is_forbidden_NV = torch.from_numpy(is_allowed_NV == 0).to(logits_NV.device)
-    if len(held) == len(logits_NV):
-        logits_NV.masked_fill_(is_forbidden_NV, -torch.inf)
-    else:
-        places = torch.tensor(held, device=logits_NV.device)
-        logits_NV[places] = logits_NV[places].masked_fill_(is_forbidden_NV, -torch.inf)
-    failed = {row: state.fault for row, state in states.items()}
-    return held, {
-        row: f"sampling.structured: {fault}" for row, fault in failed.items() if fault is not None
-    }
-
-
-def _states(sequences: Items[Sequence], rows: Items[int]) -> dict[int, GrammarState]:
-    """Of the rows whose next token a grammar governs."""
-    states: dict[int, GrammarState] = {}
-    for row in rows:
-        extras = sequences[row].extras
-        state = None if extras is None else extras.grammar
-        if extras is None or state is None:
-            continue
-        if extras.takes_grammar(sequences[row].budget_state):
-            states[row] = state
-    return states
-
-
-def _allow_ends(is_allowed_V: npt.NDArray[np.uint8], sequence: Sequence, vocab: int) -> None:
-    """Stop ids, and the marker of a reasoning that the completion may begin with."""
-    extras = sequence.extras
-    assert extras is not None and extras.grammar is not None, "only rows with a grammar"
-    marker_id = extras.marker_id(sequence.num_generated, sequence.budget_state)
-    if marker_id is not None and sequence.num_generated > 0:
-        is_allowed_V[:] = 0  # the marker has begun
-    else:
-        stops = [stop for stop in sequence.prompt.params.stop_ids if 0 <= stop < vocab]
-        is_allowed_V[stops] = extras.grammar.can_end
-    if marker_id is not None:
-        is_allowed_V[marker_id] = 1
 
 
 def _places(

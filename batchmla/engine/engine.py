@@ -158,7 +158,9 @@ class EngineCore:
         return completions
 
     def _take(self, chunk: Chunk, draw: Draw) -> Completion | None:
-        """Appends the drawn token; the completion if that was the last one."""
+        """Appends the drawn token and those that follow from it; the completion if one of them was
+        the last.
+        """
         sequence = chunk.sequence
         if draw.token_id is None:
             self._runner.forget(sequence)
@@ -166,12 +168,21 @@ class EngineCore:
             return sequence.failure(draw.fault or _not_finite(sequence))
         before = sequence.num_generated
         reason = sequence.push(draw.token_id, is_forced=draw.is_forced)
+        while reason is None and (token_id := self._sure_token(sequence)) is not None:
+            reason = sequence.push(token_id, is_forced=False)
         self._totals.generated_tokens += max(0, sequence.num_generated - before)
         if reason is None:
             return None
         self._runner.forget(sequence)
         self._scheduler.finish(sequence)
         return sequence.completion(reason)
+
+    def _sure_token(self, sequence: Sequence) -> int | None:
+        """The next token without a forward pass, as long as the sequence's pages have room."""
+        if sequence.extras is None or not self._scheduler.group.has_room(sequence):
+            return None
+        token_id = sequence.sure_token()
+        return None if token_id is None or token_id >= self._vocab_limit else token_id
 
 
 def _not_finite(sequence: Sequence) -> str:

@@ -76,6 +76,16 @@ class Extras:
         """Whether the grammar lets nothing follow."""
         return self.grammar is not None and self.has_content and self.grammar.is_over
 
+    def sure_id(self, place: int, state: BudgetState | None) -> int | None:
+        """Token `place` of the completion where the grammar leaves no choice and nobody wants its
+        logits.
+        """
+        if self.grammar is None or self.scores is not None or self.bans is not None:
+            return None
+        if not self.takes_grammar(state) or self.marker_id(place, state) is not None:
+            return None
+        return self.grammar.sure_id
+
     def takes_grammar(self, state: BudgetState | None) -> bool:
         """Whether the next token is one of the content, or an opening marker before it."""
         is_content = state in (None, BudgetState.WAITING, BudgetState.CLOSED)

@@ -138,6 +138,10 @@ class Group:
             place -= 1
         self.running.insert(place, sequence)
 
+    def has_room(self, sequence: Sequence) -> bool:
+        """Whether the sequence's pages hold one more token."""
+        return sequence.num_tokens < len(sequence.pages) * self.pages.page_tokens
+
     def grow(self, sequence: Sequence) -> bool:
         """One more page if the next token needs it; False when none is left."""
         if sequence.num_tokens <= len(sequence.pages) * self.pages.page_tokens:

@@ -13,6 +13,7 @@ import torch
 
 from batchmla.engine.adjust import adjust
 from batchmla.engine.logprobs import score
+from batchmla.engine.masks import Masks, make_masks
 from batchmla.engine.sequence import Sequence
 from batchmla.kernels.cpu.sample import uniform
 from batchmla.kernels.ops import SampleOp
@@ -104,10 +105,12 @@ class Sampler:
     def draw(self, logits_NV: torch.Tensor, sequences: Items[Sequence]) -> list[Draw]:
         """One `Draw` a row; `logits` is float32 and may be overwritten."""
         logits_NV = self.real(logits_NV)
-        is_finite_N = self._finite_rows(logits_NV)
         special = [row for row, sequence in enumerate(sequences) if sequence.extras is not None]
         if special:
-            return self._draw_special(logits_NV, sequences, is_finite_N, special)
+            masks = make_masks(sequences, special, logits_NV.shape[1])  # while a device computes
+            is_finite_N = self._finite_rows(logits_NV)
+            return self._draw_special(logits_NV, sequences, is_finite_N, special, masks)
+        is_finite_N = self._finite_rows(logits_NV)
         self._penalise(logits_NV, sequences)
         self._mask_stops(logits_NV, sequences)
         ids = self._sample(logits_NV, sequences).tolist()
@@ -119,6 +122,7 @@ class Sampler:
         sequences: Items[Sequence],
         is_finite_N: list[bool],
         special: list[int],
+        masks: Masks | None,
     ) -> list[Draw]:
         """The same where the rows `special` ask for more."""
         for row in special:
@@ -129,7 +133,7 @@ class Sampler:
         free = [row for row in sound if sequences[row].forced_token() is None]
         self._penalise(logits_NV, sequences)
         self._mask_stops(logits_NV, sequences)
-        faults = adjust(logits_NV, sequences, free) if free else {}
+        faults = adjust(logits_NV, sequences, free, masks) if free else {}
         for row in faults:
             logits_NV[row] = 0.0
         ids = self._sample(logits_NV, sequences).tolist()

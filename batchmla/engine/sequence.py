@@ -106,6 +106,13 @@ class Sequence:
         """The token that the reasoning budget dictates next, if any."""
         return None if self.budget is None else self.budget.forced()
 
+    def sure_token(self) -> int | None:
+        """The next token where a grammar settles it whatever the model says, if that is known."""
+        if self.extras is None or self.extras.grammar is None or self.forced_token() is not None:
+            return None
+        token_id = self.extras.sure_id(self.num_generated, self.budget_state)
+        return None if token_id in self.prompt.params.stop_ids else token_id
+
     def push(self, token_id: int, *, is_forced: bool) -> FinishReason | None:
         """Takes the token drawn or forced for the next position; the reason if that ended the
         sequence.

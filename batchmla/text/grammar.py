@@ -19,6 +19,7 @@ from batchmla.text.tokenizer import Tokenizer
 
 KINDS = ("json_schema", "regex", "choice", "grammar")
 WHITE_SPACE = r"[ \n\r\t]{1,40}"  # between the tokens of JSON; without an end a model may go on
+MOST_CUT = 4096  # texts that grammars force, with their tokens
 MOST_KEPT = 256  # grammars; rows may bring more, which are compiled again when they are due
 _ONES = 0xFFFFFFFF
 
@@ -40,6 +41,8 @@ class Content:
 
     def __init__(self, matcher: Any) -> None:
         self.matcher = matcher
+        self._sure_id: int | None = None
+        self._is_asked = False  # for `_sure_id`, since the last token
 
     @property
     def can_end(self) -> bool:
@@ -52,6 +55,20 @@ class Content:
         return bool(self.matcher.is_stopped()) and self.fault is None
 
     @property
+    def sure_id(self) -> int | None:
+        """The token that the model would write what the grammar forces in: the mask has no other.
+
+        The library may cut a longer text otherwise once its first token is there, so it is asked
+        for one token at a time.
+        """
+        if not self._is_asked:
+            self._is_asked = True
+            is_open = not self.matcher.is_stopped() and not self.matcher.is_accepting()
+            forced: list[int] = self.matcher.compute_ff_tokens() if is_open else []
+            self._sure_id = forced[0] if forced else None
+        return self._sure_id
+
+    @property
     def fault(self) -> str | None:
         """What the library says of its own failure, such as a limit that was reached."""
         return _sentence(self.matcher.get_error()) if self.matcher.is_error() else None
@@ -59,6 +76,7 @@ class Content:
     def push(self, token_id: int) -> None:
         """Notes a token of the content."""
         self.matcher.consume_token(token_id)  # a failure stays in the matcher
+        self._is_asked = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -110,11 +128,16 @@ class GrammarCompiler:
         return made
 
     def fill(self, states: Sequence[GrammarState], masks_NW: npt.NDArray[np.int32]) -> None:
-        """See `Grammar.fill`; uses several processors."""
-        matchers = [
-            (state.matcher, row) for row, state in enumerate(states) if isinstance(state, Content)
-        ]
-        assert len(matchers) == len(states), "states of another library"
+        """See `Grammar.fill`; uses several processors.
+
+        What is forced is asked for before, so that none of them needs our tokenizer and waits for
+        Python.
+        """
+        matchers = []
+        for row, state in enumerate(states):
+            assert isinstance(state, Content), "a state of another library"
+            _ = state.sure_id
+            matchers.append((state.matcher, row))
         filled_NW = np.zeros((len(matchers), self._num_words), np.int32)
         self._library.numpy.fill_next_token_bitmask_par(self._executor, matchers, filled_NW)
         word, bit = divmod(self._end_id, 32)
@@ -166,6 +189,7 @@ class _Vocabulary:
         limit = len(tokenizer)
         is_control = tokenizer.is_control(np.arange(limit, dtype=np.int32))
         self._tokenizer = tokenizer
+        self._cut = lru_cache(maxsize=MOST_CUT)(self._cut_anew)
         self.tokens = [tokenizer.token_bytes(token_id) for token_id in range(limit)]
         self.special_token_ids: list[int] = np.flatnonzero(is_control).tolist()
         self.bos_token_id = None
@@ -176,7 +200,9 @@ class _Vocabulary:
 
     def __call__(self, text: bytes | str) -> list[int]:
         """The tokens that the model writes this text in: what a grammar forces is put in them."""
-        data = text if isinstance(text, bytes) else text.encode()
+        return list(self._cut(text if isinstance(text, bytes) else text.encode()))
+
+    def _cut_anew(self, data: bytes) -> list[int]:
         ids = self._tokenizer.encode_plain(data.decode(errors="replace")).tolist()
         if self._tokenizer.decoder.bytes_of(ids) == data:
             return list(ids)

@@ -48,6 +48,7 @@ class Even:
 
     class State:
         fault = None
+        sure_id = None
 
         def __init__(self) -> None:
             self.ids: list[int] = []

@@ -45,7 +45,11 @@ def written(tokenizer, grammar, seed):
     for step in range(STEPS):
         if state.is_over or (state.can_end and step and random_.random() < 0.5):
             return text
+        sure = state.sure_id if step % 2 else None  # asked before the mask, or after it
         ids = allowed_ids(grammar, state, len(tokenizer)).tolist()
+        if step % 2 == 0:
+            sure = state.sure_id
+        assert sure is None or (ids == [sure] and not state.can_end)
         assert ids or state.can_end, (text, state.fault)
         if not ids:
             return text
@@ -103,6 +107,24 @@ def test_contents_of_random_schemas_satisfy_them(tokenizer, compiler, schema, se
     text = written(tokenizer, compiler.compile("json_schema", schema), seed)
     if text is not None:
         jsonschema.Draft202012Validator(schema).validate(json.loads(text))
+
+
+def test_the_name_of_the_only_property_is_sure(tokenizer, compiler):
+    schema = {
+        "type": "object", "required": ["quantity"], "additionalProperties": False,
+        "properties": {"quantity": {"enum": [1, 2]}},
+    }  # fmt: skip
+    grammar = compiler.compile("json_schema", schema)
+    state = grammar.start()
+    for letter in (b"{", b'"'):
+        ids = allowed_ids(grammar, state, len(tokenizer)).tolist()
+        state.push(next(n for n in ids if tokenizer.token_bytes(n) == letter))
+    text = b""
+    while (sure := state.sure_id) is not None:
+        text += tokenizer.token_bytes(sure)
+        state.push(sure)
+    assert len(text) >= 6 and b'quantity":'.startswith(text), text
+    assert state.fault is None and len(allowed_ids(grammar, state, len(tokenizer))) > 1
 
 
 def test_most_random_contents_are_finished(tokenizer, compiler):
