@@ -55,9 +55,15 @@ def converted(folder: Path) -> tokenizers.Tokenizer:
     from transformers import AutoTokenizer  # seconds to import, and needed here only
 
     try:
-        made = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        made = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         return tokenizers.Tokenizer.from_str(made.backend_tokenizer.to_str())
     except Exception as fault:  # whatever a foreign format raises
+        code = read_json(folder / "tokenizer_config.json").get("auto_map")
+        if code:
+            raise JobError(
+                f"{folder} has no tokenizer.json, and the code of its tokenizer (auto_map: "
+                f"{json.dumps(code)}) is never run; put a tokenizer.json made with it there"
+            ) from None
         raise JobError(
             f"{folder} has no tokenizer.json and its tokenizer cannot be converted: {fault}"
         ) from None

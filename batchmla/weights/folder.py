@@ -4,6 +4,7 @@ from importlib.resources import files
 from pathlib import Path
 
 from batchmla.errors import JobError
+from batchmla.weights.foreign import FORMATS, refuse_foreign, told_of
 
 BUILTIN = "builtin:"
 LFS_POINTER = b"version https://git-lfs"
@@ -28,6 +29,8 @@ def find_model(path: str, revision: str = "main") -> Path:
     else:
         raise JobError(f"model.path {path} does not exist; give a folder with config.json")
     if not (folder / "config.json").is_file():
+        if not any(folder.glob("*.safetensors")):
+            refuse_foreign(folder)
         raise JobError(
             f"model.path {path}: {folder} has no file config.json; give the folder of a model in "
             f"Hugging Face's format"
@@ -39,6 +42,8 @@ def _look_for(path: str) -> Path | None:
     """The local folder of that path; None: there is none."""
     try:
         found = Path(path).expanduser()
+        if found.is_file() and found.suffix in FORMATS:
+            raise JobError(f"model.path {path}: these are {told_of(found)}")
         if found.is_file():
             raise JobError(f"model.path {path} is a file; give the folder with config.json")
         return found if found.is_dir() else None

@@ -10,20 +10,13 @@ from typing import Any
 from batchmla.errors import JobError
 from batchmla.weights.faults import AGAIN, Faults, counted
 from batchmla.weights.folder import refuse_pointer
+from batchmla.weights.foreign import foreign_files, refuse_foreign
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 MAX_SHARDS = 100_000
 NAMED = 3  # of a missing file's tensors
 NUMBERED = re.compile(r"(?P<stem>.+)-(?P<at>\d+)-of-(?P<count>\d+)\.safetensors")
-# what a training leaves beside the weights
-BESIDE = re.compile(r"(training_args|optimizer|scheduler|rng_state|scaler)\b.*")
-# of a folder without safetensors: endings of the weights that others read, and what those are
-FOREIGN = {
-    ".bin": "pickles", ".pt": "pickles", ".pth": "pickles", ".ckpt": "pickles", ".pkl": "pickles",
-    ".gguf": "GGUF", ".ggml": "GGML", ".h5": "HDF5", ".msgpack": "MessagePack", ".onnx": "ONNX",
-    ".npz": "NumPy archives",
-}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +33,7 @@ def has_weights(folder: Path) -> bool:
 
     An index alone, which a download of small files brings along, is none.
     """
-    return any(folder.glob("*.safetensors")) or bool(_foreign(folder))
+    return any(folder.glob("*.safetensors")) or bool(foreign_files(folder))
 
 
 def find_shards(folder: Path, faults: Faults) -> Shards:
@@ -57,7 +50,7 @@ def find_shards(folder: Path, faults: Faults) -> Shards:
     numbered = [match for path in others if (match := NUMBERED.fullmatch(path.name))]
     if numbered:
         return _of_numbers(folder, numbered, faults)
-    _refuse_foreign(folder)
+    refuse_foreign(folder)
     if others:
         raise JobError(
             f"{folder} holds {others[0].name} but neither {SINGLE} nor {INDEX}; add the index or "
@@ -67,26 +60,6 @@ def find_shards(folder: Path, faults: Faults) -> Shards:
         f"{folder} has no weights: neither {SINGLE} nor {INDEX}; {AGAIN}, or set "
         f"model.load_format to dummy for random weights"
     )
-
-
-def _foreign(folder: Path) -> list[Path]:
-    return sorted(
-        path for path in folder.iterdir() if path.suffix in FOREIGN and not BESIDE.match(path.name)
-    )
-
-
-def _refuse_foreign(folder: Path) -> None:
-    found = _foreign(folder)
-    if not found:
-        return
-    kind = FOREIGN[found[0].suffix]
-    why = ", which can run code" if kind == "pickles" else ""
-    way_out = (
-        "convert them to safetensors"
-        if kind == "pickles"
-        else "take the model's safetensors, the only format that is read"
-    )
-    raise JobError(f"the weights in {folder} are {kind} ({found[0].name}){why}; {way_out}")
 
 
 def _of_numbers(folder: Path, numbered: list[re.Match[str]], faults: Faults) -> Shards:
