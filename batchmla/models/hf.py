@@ -222,21 +222,13 @@ def read_rope(
     `rope_parameters` holds what `rope_scaling` and `rope_theta` hold in older files. `width` is
     what is rotated, `share` its part of a head, which the file may repeat and not contradict.
     """
-    raw = fields.raw.get("rope_parameters") or fields.raw.get("rope_scaling") or {}
-    if not isinstance(raw, Mapping):
-        raise JobError(f"{fields.where}: rope_parameters must be an object, not {shown(raw)}")
-    nested = [name for name, value in raw.items() if isinstance(value, Mapping)]
-    if nested:
-        raise JobError(
-            f"{fields.where}: rope_parameters for {', '.join(nested)} alone are not supported"
-        )
-    rope = Fields(raw, f"{fields.where}: rope_parameters")
+    rope = _rope_fields(fields)
     theta = rope.number("rope_theta", fields.number("rope_theta", default_theta))
     if theta <= 1:
         raise JobError(f"{fields.where}: rope_theta {theta:g} must exceed 1; correct the file")
     for place in (fields, rope):
         place.require("partial_rotary_factor", share)
-    kind = raw.get("rope_type") or raw.get("type") or "default"
+    kind = _rope_kind(rope)
     if kind == "default":
         return RopeSpec(width=width, theta=theta), 1.0
     if kind == "llama3":
@@ -253,6 +245,50 @@ def read_rope(
         return _read_yarn(rope, width, theta)
     known = ", ".join(RopeKind)
     raise JobError(f"{rope.where}: rope type {shown(kind)} is not supported; known are {known}")
+
+
+def _rope_fields(fields: Fields) -> Fields:
+    """`rope_parameters`, or `rope_scaling` as older files call it; what is said twice must be said
+    alike."""
+    found = []
+    for name in ("rope_parameters", "rope_scaling"):
+        raw, where = fields.raw.get(name) or {}, f"{fields.where}: {name}"
+        if not isinstance(raw, Mapping):
+            raise JobError(f"{where} must be an object, not {shown(raw)}")
+        nested = [key for key, value in raw.items() if isinstance(value, Mapping)]
+        if nested:
+            raise JobError(f"{where} for {', '.join(nested)} alone are not supported")
+        if raw:
+            found.append(Fields(raw, where))
+    said = [
+        {key: value for key, value in each.raw.items() if key not in ("type", "rope_theta")}
+        | {"rope_type": _rope_kind(each)}
+        for each in found
+    ]
+    if len(said) == 2 and said[0] != said[1]:
+        raise JobError(
+            f"{fields.where}: rope_parameters and rope_scaling differ; keep the right one"
+        )
+    bases = [each.raw["rope_theta"] for each in (fields, *found) if each.raw.get("rope_theta")]
+    if any(base != bases[0] for base in bases):
+        raise JobError(
+            f"{fields.where}: rope_theta is {' and '.join(map(shown, bases))}; keep the right one"
+        )
+    return found[0] if found else Fields({}, f"{fields.where}: rope_parameters")
+
+
+def _rope_kind(rope: Fields) -> Any:
+    """How angles are stretched, under its new name or its old one; a factor alone does not say."""
+    kinds = [rope.raw[name] for name in ("rope_type", "type") if rope.raw.get(name) is not None]
+    if len(kinds) == 2 and kinds[0] != kinds[1]:
+        raise JobError(
+            f"{rope.where}: rope_type {shown(kinds[0])} and type {shown(kinds[1])} differ; keep "
+            f"the right one"
+        )
+    factors = [name for name in rope.raw if name == "factor" or name.endswith("_freq_factor")]
+    if not kinds and factors:
+        raise JobError(f"{rope.where} has {', '.join(factors)} but no rope_type; add it")
+    return kinds[0] if kinds else "default"
 
 
 def _read_yarn(rope: Fields, width: int, theta: float) -> tuple[RopeSpec, float]:
