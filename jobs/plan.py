@@ -71,7 +71,7 @@ def plan_job(loaded: LoadedSpec, hardware: str | None = None) -> Plan:
     notes = list(config.notes)
     check_what_is_there(folder, facts.raw, config.placement, spec.model.load_format, notes)
     if facts.quantization is not None:
-        notes.append(f"weights are published in {facts.quantization}; planned as {config.dtype}")
+        notes.append(_quantised_note(facts.quantization, config))
     counts = count_rows(spec, folder, config.max_model_len, notes)
     lengths = sorted(
         {length for length in PLAN_LENGTHS if length <= facts.config.max_positions}
@@ -116,6 +116,12 @@ def plan_job(loaded: LoadedSpec, hardware: str | None = None) -> Plan:
         packing=_packing_words(spec),
         notes=notes,
     )
+
+
+def _quantised_note(method: str, config: EngineConfig) -> str:
+    if config.keeps_quantised:
+        return f"weights stay in {method} as published; products are in {config.dtype}"
+    return f"weights are published in {method} and expanded to {config.dtype}"
 
 
 def _predict(

@@ -17,6 +17,7 @@ from batchmla.engine.settle import (
     settle_dtype,
     settle_exact,
     settle_placement,
+    settle_quantised,
 )
 from batchmla.engine.workspace import Workspace
 from batchmla.errors import DeviceError, JobError
@@ -60,6 +61,7 @@ class EngineConfig:
     prefix_caching: bool
     deterministic: bool
     memory: MemoryBudget
+    keeps_quantised: bool = False
     notes: tuple[str, ...] = ()
     misfit: str | None = None
 
@@ -160,6 +162,7 @@ def draft(
         deterministic=settle_exact(options, hardware),
         memory=memory,
         notes=_notes(hardware, placement, max_model_len, wanted),
+        keeps_quantised=settle_quantised(options, config),
         misfit=pool.misfit(max_model_len, num_pages, memory),
     )
 

@@ -28,6 +28,7 @@ class ModelFacts:
     total_params: int
     active_params: int
     quantization: str | None
+    weights_bytes: int  # as published, by the config
 
     @property
     def attention(self) -> dict[str, int]:
@@ -62,7 +63,7 @@ def describe(folder: Path) -> ModelFacts:
     """Builds the model's shapes without memory and counts them."""
     raw = read_config(folder)
     config = get_family(raw).Config.from_hf(raw)
-    count = count_model(raw, Placement(), load("cpu"), torch.bfloat16)
+    count = count_model(raw, Placement(), load("cpu"), torch.bfloat16, keeps_quantised=True)
     return ModelFacts(
         architecture=raw["architectures"][0],
         config=config,
@@ -70,4 +71,5 @@ def describe(folder: Path) -> ModelFacts:
         total_params=count.total,
         active_params=count.active,
         quantization=config.quantization,
+        weights_bytes=count.weights_bytes,
     )

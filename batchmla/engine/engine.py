@@ -28,6 +28,7 @@ from batchmla.engine.settle import (
     settle_dtype,
     settle_exact,
     settle_placement,
+    settle_quantised,
 )
 from batchmla.errors import JobError
 from batchmla.kernels.ops import SampleOp
@@ -227,6 +228,7 @@ def load_engine(options: EngineOptions, *, vocab_limit: int | None = None) -> En
         getattr(torch, config.dtype),
         device,
         config.load_format,
+        keeps_quantised=config.keeps_quantised,
     )
     vocab_size: int = facts[1].vocab_size
     return EngineCore(
@@ -276,5 +278,6 @@ def _facts(
     placement = settle_placement(options, hardware)
     dtype = getattr(torch, settle_dtype(options, config, hardware))
     ops = kernels.load(settle_backend(options, hardware), exact=settle_exact(options, hardware))
-    count = count_model(raw_config, placement, ops, dtype)
+    keeps = settle_quantised(options, config)
+    count = count_model(raw_config, placement, ops, dtype, keeps_quantised=keeps)
     return options, config, layout_of, hardware, count.weights_bytes

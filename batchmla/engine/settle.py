@@ -18,6 +18,11 @@ def settle_dtype(options: EngineOptions, config: ModelConfig, hardware: Hardware
     return "bfloat16" if hardware.has_fast_bf16 and config.dtype != "float16" else "float16"
 
 
+def settle_quantised(options: EngineOptions, config: ModelConfig) -> bool:
+    """Whether quantised weights stay so; a dtype that is asked for by name expands them."""
+    return options.dtype == "auto" and getattr(config, "quantization", None) is not None
+
+
 Backend = Literal["reference", "cpu", "torch"]
 
 

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import torch
 
 from batchmla.kernels.ops import Ops, Packed, PackKind
+from batchmla.kernels.quant import Quantised
 
 
 class Weight:
@@ -50,13 +51,14 @@ class Weight:
             return torch.int32
         return torch.float32 if self.is_float32 else model_dtype
 
-    def fill(self, tensor: torch.Tensor, ops: Ops) -> None:
-        """Packs the values; the caller drops `tensor`."""
+    def fill(self, tensor: torch.Tensor | Quantised, ops: Ops) -> None:
+        """Packs the values; the caller drops `tensor`. PLAIN weights are never quantised."""
         assert tuple(tensor.shape) == self.shape, f"{tuple(tensor.shape)} into {self.shape}"
-        if self.offset:
+        if isinstance(tensor, torch.Tensor) and self.offset:
             tensor = tensor + self.offset
         self.packed = ops.pack(self.kind, tensor)
         if self.kind is PackKind.PLAIN:
+            assert isinstance(tensor, torch.Tensor), f"a quantised weight of shape {self.shape}"
             self.tensor = tensor
 
     @property

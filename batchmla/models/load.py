@@ -10,6 +10,7 @@ import torch
 
 from batchmla.errors import JobError
 from batchmla.kernels.ops import Ops
+from batchmla.kernels.quant import Scheme
 from batchmla.layers.block import Block
 from batchmla.models import get_family
 from batchmla.models.base import Model
@@ -20,6 +21,8 @@ from batchmla.weights.count import WeightCount, count_weights
 from batchmla.weights.faults import Faults
 from batchmla.weights.integrity import check_tied, survey
 from batchmla.weights.load import fill_random, load, log_skipped
+from batchmla.weights.quant import expected_schemes
+from batchmla.weights.quant_config import Quantisation, read_quantisation
 from batchmla.weights.rules import Rule, Skip
 
 logger = logging.getLogger(__name__)
@@ -34,21 +37,27 @@ def load_model(
     dtype: torch.dtype,
     device: torch.device,
     load_format: str = "safetensors",
+    *,
+    keeps_quantised: bool = False,
 ) -> Model:
     """The model of `folder` on this rank; the checkpoint is checked whole before a tensor is
-    read."""
+    read. Quantised weights are expanded to `dtype` unless it `keeps_quantised`."""
     family = get_family(raw_config)
-    config = family.Config.from_hf(raw_config)
-    refuse_quantised(folder, config.quantization)
+    config, said = family.Config.from_hf(raw_config), read_quantisation(raw_config)
     start_s = time.monotonic()
     model = family.build(config, par, ops)
     assert isinstance(model, Block), f"{type(model)} has no weights"
+    rules = family.rules(config)
     if load_format == "dummy":
-        fill_random(model, ops, dtype, device)
+        kept = said if keeps_quantised else None
+        schemes = _expected_schemes(model, rules, placement, kept, dtype)
+        fill_random(model, ops, dtype, device, schemes)
     elif load_format == "safetensors":
-        rules = family.rules(config)
-        checkpoint = _open_whole(folder, rules, placement)
-        load(model, checkpoint, rules, placement, ops, dtype, device)
+        checkpoint = _open_whole(folder, rules, placement, said)
+        load(
+            model, checkpoint, rules, placement, ops, dtype, device, said,
+            keeps_quantised=keeps_quantised,
+        )  # fmt: skip
     else:
         raise JobError(
             f"model.load_format {load_format!r} is not known; known are safetensors, dummy"
@@ -69,21 +78,25 @@ def check_model(
     With `faults` the checkpoint's own are added there, for the caller to raise.
     """
     family = get_family(raw_config)
-    config = family.Config.from_hf(raw_config)
-    refuse_quantised(folder, config.quantization)
+    config, said = family.Config.from_hf(raw_config), read_quantisation(raw_config)
     if load_format == "safetensors":
         found = Faults(folder) if faults is None else faults
         checkpoint = Checkpoint.survey(folder, found)
-        survey(checkpoint, family.rules(config), placement, found)
+        survey(checkpoint, family.rules(config), placement, found, said)
         if faults is None:
             found.refuse()
 
 
-def _open_whole(folder: Path, rules: Sequence[Rule | Skip], placement: Placement) -> Checkpoint:
+def _open_whole(
+    folder: Path,
+    rules: Sequence[Rule | Skip],
+    placement: Placement,
+    said: Quantisation | None,
+) -> Checkpoint:
     """A checkpoint without a fault; says what it will not use."""
     faults = Faults(folder)
     checkpoint = Checkpoint.survey(folder, faults)
-    skipped = survey(checkpoint, rules, placement, faults)
+    skipped = survey(checkpoint, rules, placement, faults, said)
     if not faults.count:
         check_tied(checkpoint, rules, faults, is_whole=True)
     faults.refuse()
@@ -91,13 +104,17 @@ def _open_whole(folder: Path, rules: Sequence[Rule | Skip], placement: Placement
     return checkpoint
 
 
-def refuse_quantised(folder: Path, method: str | None) -> None:
-    """Quantised weights are known to `plan` and `inspect` and cannot be loaded yet."""
-    if method is not None:
-        raise JobError(
-            f"the weights in {folder} are quantised (quantization_config: {method}), which cannot "
-            f"be run yet; use a bfloat16, float16 or float32 copy"
-        )
+def _expected_schemes(
+    model: Block,
+    rules: Sequence[Rule | Skip],
+    placement: Placement,
+    said: Quantisation | None,
+    dtype: torch.dtype,
+) -> dict[str, Scheme]:
+    """Of the weights that stay quantised, from the config alone."""
+    if said is None:
+        return {}
+    return expected_schemes(dict(model.named_weights()), rules, placement, said, dtype)
 
 
 def count_model(
@@ -105,9 +122,14 @@ def count_model(
     placement: Placement,
     ops: Ops,
     dtype: torch.dtype,
+    *,
+    keeps_quantised: bool = False,
 ) -> WeightCount:
     """Parameters and weight bytes of one rank, from the config alone."""
     family = get_family(raw_config)
-    model = family.build(family.Config.from_hf(raw_config), Par(placement), ops)
+    config = family.Config.from_hf(raw_config)
+    model = family.build(config, Par(placement), ops)
     assert isinstance(model, Block), f"{type(model)} has no weights"
-    return count_weights(model, ops, dtype)
+    said = read_quantisation(raw_config) if keeps_quantised else None
+    schemes = _expected_schemes(model, family.rules(config), placement, said, dtype)
+    return count_weights(model, ops, dtype, schemes)

@@ -87,6 +87,10 @@ class Checkpoint:
         part: torch.Tensor = self._open[entry.file].get_slice(name)[slices]
         return part
 
+    def release(self, file: Path) -> None:
+        """Unmaps one file; a later read maps it again."""
+        self._open.pop(file, None)
+
     def close(self) -> None:
         """Unmaps the files."""
         self._open.clear()

@@ -1,10 +1,12 @@
 """Parameters and bytes of a built model, from shapes alone: nothing is allocated."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 
 from batchmla.kernels.ops import Ops
+from batchmla.kernels.quant import Scheme
 from batchmla.layers.block import Block, Weight
 
 
@@ -18,12 +20,15 @@ class WeightCount:
     weights_bytes: int
 
 
-def count_weights(model: Block, ops: Ops, dtype: torch.dtype) -> WeightCount:
-    """Of this rank; with one rank, of the whole model."""
+def count_weights(
+    model: Block, ops: Ops, dtype: torch.dtype, schemes: Mapping[str, Scheme] | None = None
+) -> WeightCount:
+    """Of this rank; with one rank, of the whole model. `schemes` are those of the weights that stay
+    quantised."""
     total, active, weights_bytes = 0, 0.0, 0
-    for _, weight in model.named_weights():
-        held = weight.dtype(dtype)
-        packed_bytes = ops.packed_bytes(weight.kind, weight.shape, held)
+    for name, weight in model.named_weights():
+        held, scheme = weight.dtype(dtype), None if schemes is None else schemes.get(name)
+        packed_bytes = ops.packed_bytes(weight.kind, weight.shape, scheme or held)
         if weight.tied is None:
             total += weight.numel
             active += weight.numel * weight.active_share

@@ -10,6 +10,7 @@ from batchmla.weights.checkpoint import Checkpoint
 from batchmla.weights.faults import Faults
 from batchmla.weights.integrity_values import check_values
 from batchmla.weights.load import HEAD, find_faults
+from batchmla.weights.quant_config import Quantisation
 from batchmla.weights.rules import Rule, Skip
 
 HEADS = ("lm_head.weight", HEAD)  # what a head's tensor is called, behind a prefix
@@ -23,11 +24,15 @@ UNTIE = (
 
 
 def survey(
-    checkpoint: Checkpoint, rules: Sequence[Rule | Skip], placement: Placement, faults: Faults
+    checkpoint: Checkpoint,
+    rules: Sequence[Rule | Skip],
+    placement: Placement,
+    faults: Faults,
+    quantisation: Quantisation | None = None,
 ) -> dict[Skip, int]:
     """Adds what headers, small tensors and a sample of a tied head show; returns how many tensors
     each rule skips."""
-    skipped = find_faults(checkpoint, rules, placement, faults)
+    skipped = find_faults(checkpoint, rules, placement, faults, quantisation)
     check_values(checkpoint, rules, faults)
     check_tied(checkpoint, rules, faults, is_whole=False)
     return skipped

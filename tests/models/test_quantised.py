@@ -1,0 +1,120 @@
+"""Whole tiny models with quantised weights: their logits are those of the values in float32."""
+
+import random
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from compare import assert_logits
+from quantised import WAYS, Saved, write_quantised
+from steps import Row, run_chunks
+from tiny import read_config
+
+from batchmla import kernels
+from batchmla.kernels.ops import Ops
+from batchmla.kv.cache import make_cache
+from batchmla.models import get_family
+from batchmla.models.base import Model
+from batchmla.models.load import count_model, load_model
+from batchmla.parallel import Par
+from batchmla.placement import Placement
+
+CPU, PAGE_TOKENS = torch.device("cpu"), 16
+PROMPTS = [[random.Random(seed).randrange(256) for _ in range(50 + 7 * seed)] for seed in (0, 1)]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Saved]:
+    return {
+        name: write_quantised(tmp_path_factory.mktemp(name.replace(" ", "_")), way)
+        for name, way in WAYS.items()
+    }
+
+
+def open_model(
+    folder: Path, ops: Ops, dtype: torch.dtype = torch.float32, *, keeps: bool = True
+) -> Model:
+    raw = read_config(folder)
+    return load_model(
+        folder, raw, Placement(), Par.single(), ops, dtype, CPU, keeps_quantised=keeps
+    )
+
+
+def logits_of(
+    model: Model, folder: Path, dtype: str = "float32", chunk: int = 23
+) -> list[torch.Tensor]:
+    """Per prompt, float32 [T, V]."""
+    raw = read_config(folder)
+    family = get_family(raw)
+    layout = family.layout(family.Config.from_hf(raw), dtype, Placement(), PAGE_TOKENS)
+    rows, first = [], 0
+    for lane, ids in enumerate(PROMPTS):
+        count = layout.pages_for(len(ids))
+        rows.append(Row(ids, list(range(first, first + count)), lane=lane))
+        first += count
+    run_chunks(model, make_cache(layout, first, CPU, len(rows)), rows, chunk, PAGE_TOKENS)
+    return [torch.cat(row.logits) for row in rows]
+
+
+def kinds_kept(model: Model) -> Counter[str]:
+    """How many weights of each kind are quantised."""
+    weights = (weight for _, weight in model.named_weights())  # type: ignore[attr-defined]
+    return Counter(w.kind.value for w in weights if w.packed.quantised is not None)
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu", "torch"])
+@pytest.mark.parametrize("name", WAYS)
+def test_logits_are_those_of_the_expanded_model(
+    saved: dict[str, Saved], name: str, backend: str
+) -> None:
+    ops, one = kernels.load(backend), saved[name]
+    model = open_model(one.quantised, ops)
+    kept = kinds_kept(model)
+    assert (kept["experts_up"] and kept["experts_down"]) or name == "qwen3 fp8", kept
+    assert bool(kept["linear"]) == (not name.startswith("k2")), kept
+    expected = logits_of(open_model(one.expanded, ops), one.expanded)
+    for actual, wanted in zip(logits_of(model, one.quantised), expected, strict=True):
+        assert_logits(name, actual, wanted)
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_expanding_gives_the_expanded_model(saved: dict[str, Saved], name: str) -> None:
+    ops = kernels.load("reference")
+    for dtype in (torch.float32, torch.bfloat16):
+        models = [
+            open_model(folder, ops, dtype, keeps=False)
+            for folder in (saved[name].quantised, saved[name].expanded)
+        ]
+        assert not kinds_kept(models[0])
+        found, wanted = (dict(model.named_weights()) for model in models)  # type: ignore[attr-defined]
+        for target, weight in wanted.items():
+            assert torch.equal(found[target].packed.plain, weight.packed.plain), target
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu", "torch"])
+@pytest.mark.parametrize("name", WAYS)
+def test_counted_bytes_are_those_of_the_loaded_model(
+    saved: dict[str, Saved], name: str, backend: str
+) -> None:
+    ops, folder = kernels.load(backend), saved[name].quantised
+    model, held = open_model(folder, ops, torch.bfloat16), {}
+    for _, weight in model.named_weights():  # type: ignore[attr-defined]
+        packed = weight.packed
+        quantised = () if packed.quantised is None else packed.quantised.tensors
+        plain = filter(torch.is_tensor, (packed.plain, packed.panels))
+        for tensor in (*packed.laid_out, *plain, *quantised):
+            held[id(tensor)] = tensor.numel() * tensor.element_size()
+    raw = read_config(folder)
+    count = count_model(raw, Placement(), ops, torch.bfloat16, keeps_quantised=True)
+    assert count.weights_bytes == sum(held.values())
+
+
+@pytest.mark.parametrize("backend", ["cpu", "torch"])
+@pytest.mark.parametrize("name", ["v3 wide fp8", "v4 fp8 fp4", "k2 int4"])
+def test_exact_mode_does_not_see_chunks(saved: dict[str, Saved], name: str, backend: str) -> None:
+    folder = saved[name].quantised
+    model = open_model(folder, kernels.load(backend, exact=True), torch.bfloat16)
+    whole, cut = (logits_of(model, folder, "bfloat16", chunk) for chunk in (128, 5))
+    for one, other in zip(whole, cut, strict=True):
+        assert torch.equal(one, other)
