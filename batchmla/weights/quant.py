@@ -140,7 +140,8 @@ class Storage:
         """Why codes in a known dtype are not found."""
         base = name.removesuffix(WEIGHT)
         endings = (GROUP_SCALES,) if said.method == COMPRESSED else BLOCK_SCALES
-        scales = [base + ending for ending in endings if base + ending in self.entries]
+        every = (GROUP_SCALES, *BLOCK_SCALES)
+        scales = [base + ending for ending in every if base + ending in self.entries]
         if not scales:
             return f"without scales: {' or '.join(base + ending for ending in endings)} is missing"
         dtype = self.entries[scales[0]].dtype

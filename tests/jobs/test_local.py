@@ -54,11 +54,17 @@ def break_weights(model: Path, how: str) -> str:
     if how == "misshaped":
         config.write_text(json.dumps(raw | {"moe_intermediate_size": 16}))
         return "has shape"
-    config.write_text(json.dumps(raw | {"quantization_config": {"quant_method": "fp8"}}))
-    return "quantised"
+    said = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    if how == "other quantisation":
+        said = {"quant_method": "gptq", "bits": 4}
+    config.write_text(json.dumps(raw | {"quantization_config": said}))
+    return "no weight is quantised" if how == "quantised" else "the quant_method gptq cannot be"
 
 
-@pytest.mark.parametrize("how", ["missing", "pointer", "cut off", "misshaped", "quantised"])
+BROKEN = ("missing", "pointer", "cut off", "misshaped", "quantised", "other quantisation")
+
+
+@pytest.mark.parametrize("how", BROKEN)
 def test_a_broken_model_leaves_nothing_and_repaired_it_runs(
     tmp_path: Path, model: Path, job: Path, how: str
 ) -> None:

@@ -14,6 +14,7 @@ from published import DEEPSEEK_R1
 from rich.console import Console
 
 from batchmla.engine.hardware import detect
+from batchmla.errors import JobError
 from batchmla.jobs.inspect import gib
 from batchmla.jobs.local import local_text
 from batchmla.jobs.plan import Plan, plan_job
@@ -94,7 +95,7 @@ def test_what_a_folder_without_a_tokenizer_cannot_tell_is_null_with_a_note(r1: L
     for name in ("prompt_tokens", "rows_too_long", "longest_prompt", "predicted_seconds"):
         assert said[name] is None
     assert "no tokenizer in the model folder: prompts are not counted" in said["notes"]
-    assert any("published in fp8" in note for note in said["notes"])
+    assert any("weights stay in fp8 as published" in note for note in said["notes"])
     assert set(CONTRACT) <= set(said)
     assert json.loads(json.dumps(said, allow_nan=False)) == said
 
@@ -103,11 +104,25 @@ def test_r1_fits_two_nodes_of_h200(r1_folder: str, tmp_path: Path) -> None:
     plan = plan_job(job_on(r1_folder, tmp_path, ["a"], device="auto"), "16xH200")
     assert plan.fits and plan.misfit is None and "H200" in plan.hardware
     assert plan.kv_bytes_per_token == 70_272
-    assert 670e9 * 2 / 16 < plan.weights_bytes < 1.2 * 671e9 * 2 / 16
+    assert 671e9 / 16 < plan.weights_bytes < 1.15 * 671e9 / 16
     assert plan.kv_capacity_tokens > 163_840
     assert plan.kv_pool_bytes >= plan.kv_capacity_tokens * 70_272
     assert plan.weights_bytes + plan.workspace_bytes + plan.kv_pool_bytes <= plan.memory_bytes
     assert "it fits" in shown(plan)
+
+
+def test_a_dtype_by_name_expands_quantised_weights(r1_folder: str, tmp_path: Path) -> None:
+    model = {"path": r1_folder, "dtype": "bfloat16"}
+    loaded = job_on(r1_folder, tmp_path, ["a"], model=model)
+    plan = plan_job(loaded, "16xH200")
+    assert 671e9 * 2 / 16 < plan.weights_bytes < 1.15 * 671e9 * 2 / 16
+    assert any("in fp8 and expanded to bfloat16" in note for note in plan.notes)
+
+
+def test_a_rank_whose_columns_end_inside_a_block_is_refused(r1_folder: str, tmp_path: Path) -> None:
+    loaded = job_on(r1_folder, tmp_path, ["a"], device="auto")
+    with pytest.raises(JobError, match=r"576 of the 18432 columns .* share a scale; choose"):
+        plan_job(loaded, "32xH200")
 
 
 def lengths_of(loaded: LoadedSpec) -> list[int]:
@@ -170,5 +185,5 @@ def test_a_plan_allocates_no_model(r1: LoadedSpec, monkeypatch: pytest.MonkeyPat
     plan = plan_job(r1)
     peak_bytes = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert plan.weights_bytes > 10**12
+    assert plan.weights_bytes > 671 * 10**9
     assert peak_bytes < 64 * 2**20 and sum(made) < 2**20

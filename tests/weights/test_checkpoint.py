@@ -78,7 +78,7 @@ def test_missing_unexpected_and_misshaped_come_together(
         "experts.7.up_proj.weight is missing",
         "layers.2.mlp.gate.weight has shape [16, 64], not [16, 128]",
         "o_proj.bias is unexpected",
-        "mlp.down_proj.weight is I8: quantised",
+        "mlp.down_proj.weight is I8, and config.json has no quantization_config",
     ):
         assert part in message
 
