@@ -116,6 +116,11 @@ class Packer:
         with self._lock:
             return self._wait_for_prompt()
 
+    def learn(self, completion: Completion) -> None:
+        """Takes note of how long a completion turned out; called as soon as it is there."""
+        if completion.error is None:
+            self.estimate.add(len(completion.token_ids))
+
     def finish(self, completions: Sequence[Completion]) -> list[Waiting]:
         """Takes note of finished rows and returns what was put for each."""
         indices = [completion.index for completion in completions]

@@ -1,0 +1,265 @@
+"""Packing on paper: the engine's own loop, scheduler and page table under a clock that follows the
+roofline. No model runs; the steps are those that the engine would run for the same rows.
+
+    python benchmarks/packing_sim.py                       # the realistic job, pools of 8, 32, 128
+    python benchmarks/packing_sim.py --trace documents     # V2-Lite on one H200, 100,000 rows
+    python benchmarks/packing_sim.py --trace reasoning     # R1 on 8 x H200
+
+Prints a table; `--json FILE` keeps it.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import packing_trace
+from packing_bound import Bound, bound_of
+from packing_machines import Machine, lite_h200, r1_8xh200, small_cpu
+from packing_trace import STOP_ID, Trace
+
+from batchmla.core import Completion, Prompt
+from batchmla.engine.costs import StepWork
+from batchmla.engine.engine import EngineCore
+from batchmla.engine.group import Chunk, Limits
+from batchmla.engine.sampler import Draw
+from batchmla.engine.sequence import Sequence as Row
+from batchmla.jobs.pack import Packer, Waiting
+from batchmla.kernels.cpu.sample import sample
+from batchmla.kv.layout import KVLayout, KVPart
+from batchmla.kv.pages import PageTable
+
+_TOKEN_ID = 2
+_WINDOW_BYTES = 4 << 30
+
+
+class Clock:
+    """Stands in for model, cache and sampler: draws what the trace says and counts the time."""
+
+    def __init__(self, machine: Machine, output_tokens: Sequence[int], *, is_serial: bool) -> None:
+        costs = machine.costs
+        self._machine = machine
+        self._output_tokens = output_tokens
+        self._step_s = costs.serial_step_s if is_serial else costs.step_s
+        self.pages: PageTable
+        self.seconds = 0.0
+        self.steps: list[tuple[float, int]] = []  # seconds and sequences
+
+    def run(self, chunks: Sequence[Chunk], copies: object = ()) -> list[Draw | None]:
+        """A step: its time, and a draw for every chunk that is due."""
+        tokens = sampled = prompt_pairs = decode_pairs = context = 0
+        draws: list[Draw | None] = []
+        for row, start, count, samples in chunks:
+            end = start + count
+            tokens += count
+            context += end
+            if count == 1:
+                decode_pairs += end
+            else:
+                prompt_pairs += count * start + count * (count + 1) // 2
+            sampled += samples
+            draws.append(self._draw(row) if samples else None)
+        held = self.pages.used_pages * self.pages.page_tokens
+        work = StepWork(
+            tokens=tokens,
+            sampled=sampled,
+            prompt_pairs=prompt_pairs,
+            decode_pairs=decode_pairs,
+            kv_tokens=min(held, context) if self._machine.reads_once else context,
+        )
+        step_s = self._step_s(work, self._machine.rates)
+        self.seconds += step_s
+        self.steps.append((step_s, len(chunks)))
+        return draws
+
+    def _draw(self, row: Row) -> Draw:
+        is_over = row.num_generated >= self._output_tokens[row.prompt.index]
+        return Draw(token_id=STOP_ID if is_over else _TOKEN_ID)
+
+    def forget(self, row: Row) -> None:
+        """Nothing is kept of a row."""
+
+    def forget_all(self) -> None:
+        """Nothing is kept of any row."""
+
+    def clear(self, pages: Sequence[int]) -> None:
+        """There is no memory to clear."""
+
+
+class SimulatedEngine(EngineCore):
+    """The engine without its runner."""
+
+    def __init__(self, machine: Machine, clock: Clock) -> None:
+        part = KVPart(name="token", width=1, dtype="uint8")
+        super().__init__(
+            clock,  # type: ignore[arg-type]
+            KVLayout(layers=((part,),), page_tokens=machine.page_tokens),
+            num_pages=machine.pool_tokens // machine.page_tokens,
+            limits=Limits(
+                max_model_len=machine.max_model_len,
+                max_num_seqs=machine.max_num_seqs,
+                max_batched_tokens=machine.max_batched_tokens,
+            ),
+            sample=sample,
+            vocab_limit=1 << 30,
+            device=torch.device("cpu"),
+        )
+        self._runner = clock  # type: ignore[assignment]
+        clock.pages = self._pages
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What became of one order. Shares are of tokens, `idle_share` of time."""
+
+    order: str
+    seconds: float
+    steps: int
+    tokens_per_s: float
+    bound_share: float
+    mean_running: float
+    idle_share: float  # time with less than a quarter of the most sequences that ran at once
+    preempted_share: float  # tokens computed again, of all computed
+    hit_share: float  # prompt tokens found in the cache at first admission
+    best_hit_share: float
+
+
+def simulate(
+    trace: Trace, machine: Machine, *, order: str, is_serial: bool = False, bound: Bound
+) -> Outcome:
+    """Runs all rows of the trace in this order."""
+    sort = ORDERS[order]
+    rows = trace if sort is None else trace.reordered(sort(trace))
+    clock = Clock(machine, rows.output_tokens, is_serial=is_serial)
+    engine = SimulatedEngine(machine, clock)
+    packer = _packer(rows.prompts, machine, is_packed=order == "packed")
+    count = 0
+    for completion in engine.generate(packer):
+        _check(completion, rows)
+        packer.learn(completion)
+        packer.finish([completion])
+        count += 1
+    assert count == len(rows.prompts), f"{count} of {len(rows.prompts)} rows ended"
+    stats = engine.stats()
+    generated = sum(rows.output_tokens)
+    needed = stats.prompt_tokens - stats.cached_tokens + generated
+    most = max(running for _, running in clock.steps)
+    idle_s = sum(step_s for step_s, running in clock.steps if 4 * running < most)
+    return Outcome(
+        order=order,
+        seconds=clock.seconds,
+        steps=len(clock.steps),
+        tokens_per_s=generated / clock.seconds,
+        bound_share=bound.seconds / clock.seconds,
+        mean_running=sum(step_s * running for step_s, running in clock.steps) / clock.seconds,
+        idle_share=idle_s / clock.seconds,
+        preempted_share=max(0, stats.computed_tokens - needed) / stats.computed_tokens,
+        hit_share=stats.cached_tokens / stats.prompt_tokens,
+        best_hit_share=bound.best_hit_share,
+    )
+
+
+def _packer(prompts: Sequence[Prompt], machine: Machine, *, is_packed: bool) -> Packer:
+    packer = Packer(
+        order="auto" if is_packed else "input",
+        window_rows=len(prompts) + 1,
+        window_bytes=_WINDOW_BYTES,
+    )
+    packer.put([Waiting(prompt, 0, prompt.index) for prompt in prompts])
+    packer.end()
+    return packer
+
+
+def _check(completion: Completion, trace: Trace) -> None:
+    want = trace.output_tokens[completion.index]
+    assert completion.error is None, completion.error
+    assert len(completion.token_ids) == want, f"{len(completion.token_ids)} tokens, not {want}"
+
+
+def _longest_first(trace: Trace) -> list[int]:
+    """By what is known before the run: prompt and limit."""
+    prompts = trace.prompts
+    longest = [len(each.token_ids) + (each.params.max_tokens or 0) for each in prompts]
+    return sorted(range(len(prompts)), key=longest.__getitem__, reverse=True)
+
+
+def _prefix_only(trace: Trace) -> list[int]:
+    keys = [prompt.token_ids.astype(">i4").tobytes() for prompt in trace.prompts]
+    return sorted(range(len(keys)), key=keys.__getitem__)
+
+
+ORDERS: dict[str, Callable[[Trace], list[int]] | None] = {
+    "input": None,
+    "longest": _longest_first,
+    "prefix": _prefix_only,
+    "packed": None,
+}
+
+
+def cases(arguments: argparse.Namespace) -> list[tuple[str, Trace, Machine]]:
+    """What is compared: a name, a trace, a machine."""
+    is_known = {"known": True, "unknown": False}.get(arguments.lengths)
+    options = {} if is_known is None else {"is_known": is_known}
+    if arguments.rows:
+        options["num_rows"] = arguments.rows
+    trace: Trace = getattr(packing_trace, arguments.trace)(**options)
+    if arguments.trace == "documents":
+        return [("whole", trace, lite_h200())]
+    if arguments.trace == "reasoning":
+        return [("whole", trace, r1_8xh200())]
+    seqs = arguments.max_num_seqs
+    return [
+        (f"{pool} rows", trace, small_cpu(int(pool * trace.mean_row_tokens), max_num_seqs=seqs))
+        for pool in arguments.pools
+    ]
+
+
+def main() -> None:
+    """The table."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    traces = ("realistic", "clustered", "documents", "reasoning")
+    parser.add_argument("--trace", choices=traces, default="realistic")
+    parser.add_argument("--lengths", choices=("known", "unknown"), help="of the completions")
+    parser.add_argument("--rows", type=int, help="instead of the trace's number")
+    parser.add_argument("--pools", type=int, nargs="+", default=[8, 32, 128])
+    parser.add_argument("--orders", nargs="+", choices=list(ORDERS), default=list(ORDERS))
+    parser.add_argument("--max-num-seqs", type=int, default=64)
+    parser.add_argument("--serial", action="store_true", help="attention overlaps with nothing")
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    found = []
+    for name, trace, machine in cases(arguments):
+        bound = bound_of(trace, machine)
+        print(
+            f"{trace.name} ({len(trace.prompts)} rows, lengths "
+            f"{'known' if trace.is_known else 'unknown'}) on {machine.name}, pool {name} = "
+            f"{machine.pool_tokens} tokens; bound {bound.seconds:.1f} s "
+            f"(compute {bound.compute_s:.1f}, memory {bound.memory_s:.1f})"
+        )
+        outcomes = []
+        for order in arguments.orders:
+            outcome = simulate(trace, machine, order=order, is_serial=arguments.serial, bound=bound)
+            outcomes.append(outcome)
+            print(
+                f"  {order:8s} {outcome.seconds:9.1f} s"
+                f"  x{outcomes[0].seconds / outcome.seconds:.3f}"
+                f"  bound {outcome.bound_share:6.1%}  running {outcome.mean_running:6.1f}"
+                f"  idle {outcome.idle_share:5.1%}  again {outcome.preempted_share:6.2%}"
+                f"  hits {outcome.hit_share:6.1%} of {outcome.best_hit_share:6.1%}",
+                flush=True,
+            )
+            found.append({"case": name, "trace": trace.name} | asdict(outcome))
+    if arguments.json:
+        arguments.json.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
