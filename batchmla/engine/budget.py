@@ -82,4 +82,6 @@ class BudgetWatch:
 
     def _ends_with(self, marker: tuple[int, ...]) -> bool:
         count = len(marker)
-        return 0 < count <= len(self._tail) and tuple(self._tail)[-count:] == marker
+        if not 0 < count <= len(self._tail) or self._tail[-1] != marker[-1]:
+            return False
+        return tuple(self._tail)[-count:] == marker

@@ -180,10 +180,10 @@ class EngineCore:
 
     def _sure_token(self, sequence: Sequence) -> int | None:
         """The next token without a forward pass, as long as the sequence's pages have room."""
-        if sequence.extras is None or not self._scheduler.group.has_room(sequence):
-            return None
         token_id = sequence.sure_token()
-        return None if token_id is None or token_id >= self._vocab_limit else token_id
+        if token_id is None or token_id >= self._vocab_limit:
+            return None
+        return token_id if self._scheduler.group.has_room(sequence) else None
 
 
 def _not_finite(sequence: Sequence) -> str:

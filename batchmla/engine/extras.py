@@ -80,16 +80,18 @@ class Extras:
         """Token `place` of the completion where the grammar leaves no choice and nobody wants its
         logits.
         """
-        if self.grammar is None or self.scores is not None or self.bans is not None:
+        if self.grammar is None or not self.takes_grammar(state):
             return None
-        if not self.takes_grammar(state) or self.marker_id(place, state) is not None:
+        if self.scores is not None or self.bans is not None:
+            return None
+        if self.marker_id(place, state) is not None:
             return None
         return self.grammar.sure_id
 
     def takes_grammar(self, state: BudgetState | None) -> bool:
         """Whether the next token is one of the content, or an opening marker before it."""
-        is_content = state in (None, BudgetState.WAITING, BudgetState.CLOSED)
-        return self.grammar is not None and is_content
+        is_reasoning = state is BudgetState.OPEN or state is BudgetState.FORCING
+        return self.grammar is not None and not is_reasoning
 
     def marker_id(self, place: int, state: BudgetState | None) -> int | None:
         """What token `place` of the completion would be if an opening marker began it."""

@@ -54,7 +54,7 @@ def make_masks(sequences: Items[Sequence], rows: Items[int], vocab: int) -> Mask
     states = {}
     for row in rows:
         extras = sequences[row].extras
-        if extras is None or extras.grammar is None or sequences[row].forced_token() is not None:
+        if extras is None or extras.grammar is None:
             continue
         if extras.takes_grammar(sequences[row].budget_state):
             states[row] = extras.grammar

@@ -114,7 +114,7 @@ class Sampler:
         self._penalise(logits_NV, sequences)
         self._mask_stops(logits_NV, sequences)
         ids = self._sample(logits_NV, sequences).tolist()
-        return _draws(sequences, ids, is_finite_N)
+        return _draws([sequence.forced_token() for sequence in sequences], ids, is_finite_N)
 
     def _draw_special(
         self,
@@ -130,14 +130,15 @@ class Sampler:
         sound = [row for row in special if is_finite_N[row]]
         scored = [row for row in sound if _scores(sequences[row])]
         plain_RV = logits_NV[torch.tensor(scored, device=self._device)] if scored else None
-        free = [row for row in sound if sequences[row].forced_token() is None]
+        forced_N = [sequence.forced_token() for sequence in sequences]
+        free = [row for row in sound if forced_N[row] is None]
         self._penalise(logits_NV, sequences)
         self._mask_stops(logits_NV, sequences)
         faults = adjust(logits_NV, sequences, free, masks) if free else {}
         for row in faults:
             logits_NV[row] = 0.0
         ids = self._sample(logits_NV, sequences).tolist()
-        draws = _draws(sequences, ids, is_finite_N)
+        draws = _draws(forced_N, ids, is_finite_N)
         for row, fault in faults.items():
             draws[row] = Draw(token_id=None, fault=fault)
         if plain_RV is not None:
@@ -212,11 +213,10 @@ class Sampler:
         )
 
 
-def _draws(sequences: Items[Sequence], ids: list[int], is_finite_N: list[bool]) -> list[Draw]:
+def _draws(forced_N: Items[int | None], ids: list[int], is_finite_N: list[bool]) -> list[Draw]:
     """The rows' outcomes: none, a forced token, or the one drawn."""
     draws = []
-    for sequence, token_id, is_finite in zip(sequences, ids, is_finite_N, strict=True):
-        forced = sequence.forced_token() if is_finite else None
+    for forced, token_id, is_finite in zip(forced_N, ids, is_finite_N, strict=True):
         if not is_finite:
             draws.append(Draw(token_id=None))
         elif forced is not None:

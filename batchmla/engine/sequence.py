@@ -108,7 +108,7 @@ class Sequence:
 
     def sure_token(self) -> int | None:
         """The next token where a grammar settles it whatever the model says, if that is known."""
-        if self.extras is None or self.extras.grammar is None or self.forced_token() is not None:
+        if self.extras is None:
             return None
         token_id = self.extras.sure_id(self.num_generated, self.budget_state)
         return None if token_id in self.prompt.params.stop_ids else token_id
