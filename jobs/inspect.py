@@ -28,7 +28,7 @@ def inspect_model(path: str, revision: str = "main") -> dict[str, Any]:
     facts = describe(folder)
     kv_dtype = facts.config.dtype if facts.config.dtype in DTYPE_BYTES else "bfloat16"
     layout = facts.layout(kv_dtype)
-    notes: list[str] = []
+    notes = [] if facts.unread is None else [facts.unread]
     check_what_is_there(folder, facts.raw, Placement(), "safetensors", notes)
     return {
         "model": path,
@@ -41,6 +41,7 @@ def inspect_model(path: str, revision: str = "main") -> dict[str, Any]:
         "active_parameters": facts.active_params,
         "dtype": facts.config.dtype,
         "quantization": facts.quantization,
+        "weights_bytes": facts.weights_bytes,
         "vocab_size": facts.config.vocab_size,
         "max_positions": facts.config.max_positions,
         "kv_dtype": kv_dtype,
@@ -128,6 +129,7 @@ def print_inspect(facts: dict[str, Any], console: Console | None = None) -> None
         ("attention", f"{attention} ({facts['layers']} layers)"),
         ("parameters", f"{total:,} ({active:,} active a token)"),
         ("dtype", f"{facts['dtype']}, quantisation: {facts['quantization'] or 'none'}"),
+        ("weights", _size_words(facts["weights_bytes"])),
         ("positions", f"{facts['max_positions']:,}"),
         ("chat template", facts["chat_template"] or _encoder_words(facts)),
         ("reasoning", _reasoning_words(facts)),
@@ -175,6 +177,10 @@ def _layouts_table(layouts: dict[str, Any]) -> Table:
     for length in rows[0]["bytes_at"]:
         table.add_row(f"{int(length):,} tokens", *(f"{row['bytes_at'][length]:,}" for row in rows))
     return table
+
+
+def _size_words(num_bytes: int | None) -> str:
+    return "not known" if num_bytes is None else f"{num_bytes:,} bytes ({gib(num_bytes)})"
 
 
 def _encoder_words(facts: dict[str, Any]) -> str:

@@ -7,12 +7,14 @@ from typing import Any
 import torch
 
 from batchmla.engine.engine import read_config
+from batchmla.errors import JobError
 from batchmla.kernels import load
 from batchmla.kv.layout import DTYPE_BYTES, KVLayout
 from batchmla.models import get_family
 from batchmla.models.base import ModelConfig
 from batchmla.models.load import count_model
 from batchmla.placement import Placement
+from batchmla.weights.quant_config import read_quantisation
 
 PAGE_TOKENS = 64
 GQA_HEADS = 8  # of the comparison that `inspect` prints
@@ -28,7 +30,8 @@ class ModelFacts:
     total_params: int
     active_params: int
     quantization: str | None
-    weights_bytes: int  # as published, by the config
+    weights_bytes: int | None  # as published, by the config
+    unread: str | None  # why quantised weights cannot be read
 
     @property
     def attention(self) -> dict[str, int]:
@@ -63,7 +66,10 @@ def describe(folder: Path) -> ModelFacts:
     """Builds the model's shapes without memory and counts them."""
     raw = read_config(folder)
     config = get_family(raw).Config.from_hf(raw)
-    count = count_model(raw, Placement(), load("cpu"), torch.bfloat16, keeps_quantised=True)
+    unread = _why_unread(raw)
+    count = count_model(
+        raw, Placement(), load("cpu"), torch.bfloat16, keeps_quantised=unread is None
+    )
     return ModelFacts(
         architecture=raw["architectures"][0],
         config=config,
@@ -71,5 +77,14 @@ def describe(folder: Path) -> ModelFacts:
         total_params=count.total,
         active_params=count.active,
         quantization=config.quantization,
-        weights_bytes=count.weights_bytes,
+        weights_bytes=count.weights_bytes if unread is None else None,
+        unread=unread,
     )
+
+
+def _why_unread(raw: dict[str, Any]) -> str | None:
+    try:
+        read_quantisation(raw)
+    except JobError as error:
+        return str(error)
+    return None

@@ -38,8 +38,18 @@ def test_r1_takes_the_published_bytes(tmp_path: Path) -> None:
     assert facts["kv_bytes_per_token_mha"] == 61 * 128 * (192 + 128) * 2
     assert facts["kv_bytes_per_token_gqa8"] == 61 * 8 * (192 + 128) * 2
     assert facts["quantization"] == "fp8"
+    assert 1.003 < facts["weights_bytes"] / facts["parameters"] < 1.015
     assert 670.5e9 < facts["parameters"] < 671.5e9  # "671B" without the MTP layer
     assert 36.5e9 < facts["active_parameters"] < 38e9  # "37B activated"
+
+
+def test_weights_are_counted_as_they_are_kept(tmp_path: Path) -> None:
+    flash = inspect_model(folder_of(tmp_path, DEEPSEEK_V4_FLASH))
+    assert 0.53 < flash["weights_bytes"] / flash["parameters"] < 0.57  # experts take 4.25 bits
+    other = DEEPSEEK_R1 | {"quantization_config": {"quant_method": "gptq", "bits": 4}}
+    unread = inspect_model(folder_of(tmp_path, other))
+    assert unread["quantization"] == "gptq" and unread["weights_bytes"] is None
+    assert any("quant_method gptq cannot be computed" in note for note in unread["notes"])
 
 
 def test_lengths_stop_at_the_models_own(tmp_path: Path) -> None:

@@ -36,6 +36,7 @@ def job_on(
     texts: list[Any],
     device: str = "cpu",
     max_model_len: int | str = "auto",
+    dtype: str = "auto",
     **sections: Any,
 ) -> LoadedSpec:
     """A job over a small Parquet file."""
@@ -43,7 +44,12 @@ def job_on(
     pq.write_table(pa.table({"text": pa.array(texts, pa.string())}), source)
     return build_spec(
         {
-            "model": {"path": model, "device": device, "max_model_len": max_model_len},
+            "model": {
+                "path": model,
+                "device": device,
+                "max_model_len": max_model_len,
+                "dtype": dtype,
+            },
             "input": {"path": str(source)},
             "prompt": {"user": "{{ text }}"},
             "output": {"path": str(folder / "out")},
@@ -112,8 +118,7 @@ def test_r1_fits_two_nodes_of_h200(r1_folder: str, tmp_path: Path) -> None:
 
 
 def test_a_dtype_by_name_expands_quantised_weights(r1_folder: str, tmp_path: Path) -> None:
-    model = {"path": r1_folder, "dtype": "bfloat16"}
-    loaded = job_on(r1_folder, tmp_path, ["a"], model=model)
+    loaded = job_on(r1_folder, tmp_path, ["a"], device="auto", dtype="bfloat16")
     plan = plan_job(loaded, "16xH200")
     assert 671e9 * 2 / 16 < plan.weights_bytes < 1.15 * 671e9 * 2 / 16
     assert any("in fp8 and expanded to bfloat16" in note for note in plan.notes)

@@ -24,13 +24,23 @@ def logits_on_ranks(
     scratch: Path,
     num_ranks: int,
     kv_dtype: str = "float32",
+    *,
+    keeps_quantised: bool = False,
 ) -> list[list[list[torch.Tensor]]]:
     """Per rank, per folder, per prompt: float32 [T, V]."""
     context = multiprocessing.get_context("spawn")
     processes = [
         context.Process(
             target=_run_rank,
-            args=(rank, num_ranks, list(folders), list(prompts), scratch, kv_dtype),
+            args=(
+                rank,
+                num_ranks,
+                list(folders),
+                list(prompts),
+                scratch,
+                kv_dtype,
+                keeps_quantised,
+            ),
         )
         for rank in range(num_ranks)
     ]
@@ -51,6 +61,7 @@ def _run_rank(
     prompts: list[list[int]],
     scratch: Path,
     kv_dtype: str,
+    keeps_quantised: bool,
 ) -> None:
     torch.set_num_threads(1)
     placement = Placement(tensor=num_ranks, rank=rank)
@@ -60,7 +71,10 @@ def _run_rank(
         raw = json.loads((folder / "config.json").read_text())
         family = get_family(raw)
         device = torch.device("cpu")
-        model = load_model(folder, raw, placement, par, kernels.load("cpu"), torch.float32, device)
+        model = load_model(
+            folder, raw, placement, par, kernels.load("cpu"), torch.float32, device,
+            keeps_quantised=keeps_quantised,
+        )  # fmt: skip
         layout = family.layout(family.Config.from_hf(raw), kv_dtype, placement, PAGE_TOKENS)
         rows, first = [], 0
         for lane, ids in enumerate(prompts):
