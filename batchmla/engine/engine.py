@@ -17,9 +17,10 @@ import torch
 from batchmla import kernels
 from batchmla.core import Completion, EngineOptions, EngineStats, Prompt, PromptSource
 from batchmla.engine.config import EngineConfig, LayoutOf, draft, resolve
+from batchmla.engine.forward import Forward
 from batchmla.engine.group import Chunk, Limits
 from batchmla.engine.hardware import Hardware, detect
-from batchmla.engine.runner import Runner
+from batchmla.engine.runner import Followers, Runner
 from batchmla.engine.sampler import Draw, Sampler
 from batchmla.engine.scheduler import Scheduler
 from batchmla.engine.sequence import Sequence, failed
@@ -69,14 +70,14 @@ class EngineCore:
         vocab_limit: int,
         device: torch.device,
         is_exact: bool = False,
+        followers: Followers | None = None,
     ) -> None:
+        """`followers`: the other ranks of a model that is spread over several."""
         self._pages = PageTable(num_pages, layout.page_tokens)
         self._scheduler = Scheduler(self._pages, limits)
+        forward = Forward(model, layout, num_pages, limits.num_lanes, device, is_exact=is_exact)
         sampler = Sampler(sample, vocab_limit=vocab_limit, device=device)
-        num_lanes = limits.max_num_seqs + limits.snapshot_lanes
-        self._runner = Runner(
-            model, layout, num_pages, num_lanes, sampler, device, is_exact=is_exact
-        )
+        self._runner = Runner(forward, sampler, layout.page_tokens, followers)
         self._vocab_limit = vocab_limit
         self._totals = _Totals()
         self._is_busy = False
@@ -114,6 +115,7 @@ class EngineCore:
     def close(self) -> None:
         """Frees the model and the cache; the engine cannot be used afterwards."""
         self._scheduler.abort()
+        self._runner.close()
         del self._runner
 
     def _loop(self, source: PromptSource) -> Iterator[Completion]:

@@ -40,6 +40,11 @@ class Limits:
     share_generated: bool = True
     snapshot_lanes: int = 0
 
+    @property
+    def num_lanes(self) -> int:
+        """Of running sequences and of snapshots."""
+        return self.max_num_seqs + self.snapshot_lanes
+
 
 class Group:
     """The sequences that share one page table, oldest first."""

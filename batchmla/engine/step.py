@@ -1,28 +1,60 @@
-"""Turns the schedule into the tensors of one forward pass.
+"""Turns the schedule into the tables of one forward pass, and those into its tensors.
 
 T tokens, S sequences, P pages of the longest page table, N rows whose logits are wanted.
 """
 
 from collections.abc import Sequence as Items
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from batchmla.engine.group import Chunk
-from batchmla.kv.step import Step
+from batchmla.kv.step import HostInts, Step
 
 
-def build_step(
-    chunks: Items[Chunk], page_tokens: int, device: torch.device, *, is_exact: bool = False
-) -> Step:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTables:
+    """A `Step` on the host: what every rank needs to know of a schedule."""
+
+    tokens_T: HostInts
+    positions_T: HostInts
+    slots_T: HostInts
+    pages_SP: HostInts
+    logits_rows_N: HostInts
+    starts_S1: HostInts
+    context_S: HostInts
+    prompt_S: HostInts
+    lanes_S: HostInts
+
+    def on(self, device: torch.device, page_tokens: int, *, is_exact: bool = False) -> Step:
+        """The tensors."""
+
+        def put(values: HostInts) -> torch.Tensor:
+            return torch.from_numpy(values).to(device)
+
+        return Step(
+            tokens_T=put(self.tokens_T),
+            positions_T=put(self.positions_T),
+            slots_T=put(self.slots_T),
+            pages_SP=put(self.pages_SP),
+            logits_rows_N=put(self.logits_rows_N),
+            page_tokens=page_tokens,
+            host_starts_S1=self.starts_S1,
+            host_context_S=self.context_S,
+            host_prompt_S=self.prompt_S,
+            lanes_S=put(self.lanes_S),
+            is_exact=is_exact,
+        )
+
+
+def step_tables(chunks: Items[Chunk], page_tokens: int) -> StepTables:
     """The tokens, positions, slots and page tables of `chunks`, in their order."""
     counts_S = np.array([chunk.num_tokens for chunk in chunks], np.int64)
     firsts_S = np.array([chunk.start for chunk in chunks], np.int64)
     starts_S1 = np.concatenate((np.zeros(1, np.int64), np.cumsum(counts_S)))
     context_S = firsts_S + counts_S
-    prompt_S = np.array([chunk.sequence.prompt_tokens for chunk in chunks], np.int64)
-    lanes_S = np.array([chunk.sequence.lane for chunk in chunks], np.int64)
     samples_S = np.array([chunk.samples for chunk in chunks], bool)
 
     sequence_T = np.repeat(np.arange(len(chunks)), counts_S)
@@ -36,23 +68,16 @@ def build_step(
     ).astype(np.int64)
     pages_SP = _page_tables(chunks, -(-context_S // page_tokens))
     page_T = pages_SP[sequence_T, positions_T // page_tokens]
-    slots_T = page_T * page_tokens + positions_T % page_tokens
-
-    def put(values: npt.NDArray[np.int64]) -> torch.Tensor:
-        return torch.from_numpy(values).to(device)
-
-    return Step(
-        tokens_T=put(tokens_T),
-        positions_T=put(positions_T),
-        slots_T=put(slots_T),
-        pages_SP=put(pages_SP),
-        logits_rows_N=put(starts_S1[1:][samples_S] - 1),
-        page_tokens=page_tokens,
-        host_starts_S1=starts_S1,
-        host_context_S=context_S,
-        host_prompt_S=prompt_S,
-        lanes_S=put(lanes_S),
-        is_exact=is_exact,
+    return StepTables(
+        tokens_T=tokens_T,
+        positions_T=positions_T,
+        slots_T=page_T * page_tokens + positions_T % page_tokens,
+        pages_SP=pages_SP,
+        logits_rows_N=starts_S1[1:][samples_S] - 1,
+        starts_S1=starts_S1,
+        context_S=context_S,
+        prompt_S=np.array([chunk.sequence.prompt_tokens for chunk in chunks], np.int64),
+        lanes_S=np.array([chunk.sequence.lane for chunk in chunks], np.int64),
     )
 
 
