@@ -28,6 +28,7 @@ from batchmla.core import Completion, Prompt
 from batchmla.engine.costs import StepWork
 from batchmla.engine.engine import EngineCore
 from batchmla.engine.group import Chunk, Limits
+from batchmla.engine.pace import Pace
 from batchmla.engine.sampler import Draw
 from batchmla.engine.sequence import Sequence as Row
 from batchmla.jobs.pack import Packer, Waiting
@@ -50,6 +51,7 @@ class Clock:
         self.pages: PageTable
         self.seconds = 0.0
         self.steps: list[tuple[float, int]] = []  # seconds and sequences
+        self.held_page_s = 0.0
 
     def run(self, chunks: Sequence[Chunk], copies: object = ()) -> list[Draw | None]:
         """A step: its time, and a draw for every chunk that is due."""
@@ -75,6 +77,7 @@ class Clock:
         )
         step_s = self._step_s(work, self._machine.rates)
         self.seconds += step_s
+        self.held_page_s += step_s * self.pages.used_pages
         self.steps.append((step_s, len(chunks)))
         return draws
 
@@ -124,6 +127,7 @@ class Outcome:
     tokens_per_s: float
     bound_share: float
     mean_running: float
+    pool_use: float  # mean share of the pages in use
     idle_share: float  # time with less than a quarter of the most sequences that ran at once
     preempted_share: float  # tokens computed again, of all computed
     hit_share: float  # prompt tokens found in the cache at first admission
@@ -138,6 +142,12 @@ def simulate(
     rows = trace if sort is None else trace.reordered(sort(trace))
     clock = Clock(machine, rows.output_tokens, is_serial=is_serial)
     engine = SimulatedEngine(machine, clock)
+    if order in PACED:
+        engine._scheduler.pace = Pace(
+            costs=machine.costs,
+            flops_per_byte=machine.rates.flops_per_s / machine.rates.bytes_per_s,
+            least_tokens=machine.page_tokens,
+        )
     packer = _packer(rows.prompts, machine, is_packed=order == "packed")
     count = 0
     for completion in engine.generate(packer):
@@ -158,6 +168,7 @@ def simulate(
         tokens_per_s=generated / clock.seconds,
         bound_share=bound.seconds / clock.seconds,
         mean_running=sum(step_s * running for step_s, running in clock.steps) / clock.seconds,
+        pool_use=clock.held_page_s / clock.seconds / clock.pages.num_pages,
         idle_share=idle_s / clock.seconds,
         preempted_share=max(0, stats.computed_tokens - needed) / stats.computed_tokens,
         hit_share=stats.cached_tokens / stats.prompt_tokens,
@@ -199,7 +210,9 @@ ORDERS: dict[str, Callable[[Trace], list[int]] | None] = {
     "longest": _longest_first,
     "prefix": _prefix_only,
     "packed": None,
+    "paced": None,
 }
+PACED = ("packed", "paced")  # "paced" is input order with the packer's pace
 
 
 def cases(arguments: argparse.Namespace) -> list[tuple[str, Trace, Machine]]:
@@ -252,6 +265,7 @@ def main() -> None:
                 f"  {order:8s} {outcome.seconds:9.1f} s"
                 f"  x{outcomes[0].seconds / outcome.seconds:.3f}"
                 f"  bound {outcome.bound_share:6.1%}  running {outcome.mean_running:6.1f}"
+                f"  pool {outcome.pool_use:5.1%}"
                 f"  idle {outcome.idle_share:5.1%}  again {outcome.preempted_share:6.2%}"
                 f"  hits {outcome.hit_share:6.1%} of {outcome.best_hit_share:6.1%}",
                 flush=True,

@@ -26,7 +26,9 @@ class LengthEstimate:
             self._settle()
 
     def expected(self, params: SamplingParams) -> int:
-        """For a row with these limits."""
+        """For a row with these limits; exact where nothing but max_tokens can end it."""
+        if params.max_tokens is not None and not (params.stop_ids or params.stop or params.grammar):
+            return max(1, params.max_tokens)
         expected = self._expected
         if params.budget is not None and self._total == 0:
             expected += params.budget.max_reasoning_tokens or 0

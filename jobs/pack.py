@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 
 from batchmla.core import Completion, Prompt
 from batchmla.jobs.estimate import LengthEstimate
-from batchmla.jobs.order import packed_order
+from batchmla.jobs.pack_order import packed_order
 
 WINDOW_BYTES = 256 << 20  # of int32 prompt ids
 _PROMPT_BYTES = 400  # of the objects around the ids
@@ -204,13 +204,17 @@ class Packer:
             self._changed.notify_all()
 
     def _pack(self) -> None:
-        """Half a window at most: while it drains, the reader refills the other half."""
-        count = max(1, self._window_rows // 2)
-        if self._waiting_bytes * 2 > self._window_bytes:
+        """Half a window at most: while it drains, the reader refills the other half. At the end all
+        that is left.
+        """
+        count = len(self._next) if self._is_ended else max(1, self._window_rows // 2)
+        if self._waiting_bytes * 2 > self._window_bytes and not self._is_ended:
             count = min(count, max(1, len(self._next) // 2))
         gathered, self._next = self._next[:count], self._next[count:]
         if self._order == "auto":
             prompts = [each.prompt for each in gathered]
-            order = packed_order(prompts, self.estimate.typical)
+            lengths = [self.estimate.expected(prompt.params) for prompt in prompts]
+            is_last = self._is_ended and not self._next
+            order = packed_order(prompts, lengths, is_last=is_last)
             gathered = [gathered[position] for position in order]
         self._ready.extend(gathered)

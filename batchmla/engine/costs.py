@@ -50,7 +50,7 @@ class StepCosts:
 
     def weight_bytes(self, tokens: float) -> float:
         """Weights that a step of so many tokens reads, its experts drawn at random."""
-        missed = (1 - self.active_experts) ** tokens
+        missed: float = (1 - self.active_experts) ** tokens
         return self.fixed_bytes + self.expert_bytes * (1 - missed)
 
     def linear_flops(self, tokens: float, sampled: float) -> float:

@@ -10,8 +10,10 @@ from collections import deque
 from collections.abc import Iterable
 
 from batchmla.core import Completion, FinishReason, Prompt
-from batchmla.engine.admission import Forecast, LengthEstimator
+from batchmla.engine.forecast import Forecast
 from batchmla.engine.group import Chunk, Group, Limits
+from batchmla.engine.lengths import LengthEstimator
+from batchmla.engine.pace import Pace
 from batchmla.engine.sequence import Sequence, failed
 from batchmla.kv.pages import PageTable
 
@@ -25,6 +27,7 @@ class Scheduler:
         self.limits = limits
         self.group = Group(pages, limits)
         self.lengths = LengthEstimator(min(512, limits.max_model_len))
+        self.pace: Pace | None = None  # None: prompts take what a step has left
         self.preemptions = 0
         self.admitted_prompt_tokens = 0
         self.admitted_cached_tokens = 0
@@ -85,7 +88,7 @@ class Scheduler:
                     break
                 chunks.append(Chunk(sequence, sequence.computed, 1, True))
             place += 1
-        left = budget_tokens - len(chunks)
+        left = min(budget_tokens - len(chunks), self._prompt_tokens(chunks))
         for sequence in self.group.running:
             if sequence.wanted > 1 and left > 0:
                 left -= self._cut(sequence, left, chunks)
@@ -100,7 +103,7 @@ class Scheduler:
 
     def finish(self, sequence: Sequence) -> None:
         """Frees a finished sequence; whole pages of its prompt stay for later prompts."""
-        self.lengths.observe(sequence.num_generated)
+        self.lengths.observe(sequence)
         keep = sequence.prompt_tokens // self.group.pages.page_tokens
         self.group.drop(sequence, keep_pages=keep)
         self._is_full = False
@@ -121,6 +124,14 @@ class Scheduler:
         self._waiting.clear()
         self._preempted.clear()
         self._is_full = False
+
+    def _prompt_tokens(self, decodes: list[Chunk]) -> int:
+        """What prompts may take of a step with these completions."""
+        if self.pace is None:
+            return self.limits.max_batched_tokens
+        context = sum(chunk.start for chunk in decodes) + len(decodes)
+        held = self.group.pages.used_pages * self.group.pages.page_tokens
+        return self.pace.prompt_tokens(len(decodes), context, min(context, held))
 
     def _cut(self, sequence: Sequence, left: int, chunks: list[Chunk]) -> int:
         count = self.group.up_to_border(sequence, min(sequence.wanted, left))
@@ -152,12 +163,15 @@ class Scheduler:
         """
         if self._is_full or not (self._preempted or self._waiting):
             return
+        if self.num_running >= self.limits.max_num_seqs:
+            return
         pages = self.group.pages
         forecast = Forecast(
             self.group.running,
-            self.lengths.expected_tokens,
+            self.lengths,
             used_pages=pages.used_pages,
             page_tokens=pages.page_tokens,
+            most_tokens=self._most_tokens(),
         )
         for queue in (self._preempted, self._waiting):
             for sequence in list(queue):
@@ -172,6 +186,11 @@ class Scheduler:
                 queue.remove(sequence)
                 self._enter(sequence, hits, forecast.growth_pages(sequence))
                 left -= self._cut(sequence, left, chunks)
+
+    def _most_tokens(self) -> int:
+        """That any sequence may still generate."""
+        every = (*self.group.running, *self._preempted, *self._waiting)
+        return max(sequence.max_total - sequence.num_tokens for sequence in every)
 
     def _fits(self, sequence: Sequence, hits: list[int], forecast: Forecast) -> bool:
         pages = self.group.pages

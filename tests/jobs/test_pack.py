@@ -9,7 +9,6 @@ import pytest
 from batchmla.core import Budget, Completion, FinishReason, Prompt, SamplingParams
 from batchmla.jobs.channel import Channel, Closed
 from batchmla.jobs.estimate import LengthEstimate
-from batchmla.jobs.order import packed_order
 from batchmla.jobs.pack import Packer, Stopped, Waiting
 
 
@@ -32,24 +31,6 @@ def packer_with(prompts: list[Prompt], *, window_rows: int = 1000, order: str = 
     for each in prompts:
         packer.put([Waiting(each, 0, each.index)])
     return packer
-
-
-def test_rows_that_share_a_prefix_are_neighbours_and_long_rows_come_first() -> None:
-    documents = [list(range(100 * n, 100 * n + 40)) for n in range(3)]
-    prompts = [prompt(i, documents[i % 3] + [900 + i]) for i in range(12)]
-    prompts.append(prompt(12, list(range(5000, 5600))))
-    prompts.append(prompt(13, [7]))
-    order = packed_order(prompts, output_tokens=0)
-    assert order[0] == 12 and order[-1] == 13
-    groups = [position % 3 for position in order[1:-1]]
-    assert groups == sorted(groups)
-
-
-def test_a_common_beginning_alone_makes_no_group() -> None:
-    system = list(range(50))
-    prompts = [prompt(i, system + [100 + i] * (30 if i % 2 else 700)) for i in range(8)]
-    order = packed_order(prompts, output_tokens=0)
-    assert sorted(order[:4]) == [0, 2, 4, 6]
 
 
 def test_input_order_is_kept_when_asked_for() -> None:
@@ -157,7 +138,8 @@ def test_has_prompt_says_whether_one_will_come() -> None:
 
 def test_expected_lengths_are_bounded_and_learned() -> None:
     estimate = LengthEstimate()
-    bounded = SamplingParams(max_tokens=20)
+    ends = frozenset((3,))
+    bounded = SamplingParams(max_tokens=20, stop_ids=ends)
     free = SamplingParams(min_tokens=3)
     budget = Budget(
         max_reasoning_tokens=1000, start_ids=(1,), end_ids=(2,), forced_ids=(2,), is_open=True
