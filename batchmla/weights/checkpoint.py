@@ -9,7 +9,7 @@ import torch
 from safetensors import safe_open
 
 from batchmla.weights.faults import AGAIN, Faults
-from batchmla.weights.header import Entry, read_header
+from batchmla.weights.header import Entry, parse_header, read_start
 from batchmla.weights.shards import find_shards
 
 FLOATS = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
@@ -50,7 +50,8 @@ class Checkpoint:
         lost = set(shards.lost)
         lacking, twice = list[str](), list[str]()
         with ThreadPoolExecutor(READERS) as pool:
-            headers = list(pool.map(read_header, shards.files))
+            starts = list(pool.map(read_start, shards.files))
+        headers = list(map(parse_header, starts))
         for (path, names), header in zip(shards.files.items(), headers, strict=True):
             faults.take(header.faults)
             if header.entries is None:

@@ -8,18 +8,15 @@ import errno
 import itertools
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeGuard
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from batchmla.placement import Placement
-from batchmla.weights.checkpoint import READERS, Checkpoint
+from batchmla.weights.checkpoint import Checkpoint
 from batchmla.weights.faults import AGAIN, Fault, Faults
-from batchmla.weights.header import Entry
 from batchmla.weights.rules import Rule, Skip, expand
 
 TINY_BYTES = 64 * 1024
@@ -36,81 +33,67 @@ BITS = {
     "F8_E4M3": ("<u1", 0x7F, 0x7F),
     "F8_E5M2": ("<u1", 0x7C, 0x7F),
     "F8_E8M0": ("<u1", 0xFF, 0xFF),
+    "U8": ("<u1", 0xFF, 0xFF),  # the same by its older name
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Small:
-    """A tensor to look at; `is_norm`: zeros alone are a fault."""
+class Small(NamedTuple):
+    """A tensor to look at, between two bytes of its file; `is_norm`: zeros alone are a fault."""
 
+    start: int
+    end: int
     name: str
-    entry: Entry
-    is_norm: bool = False
+    dtype: str
+    is_norm: bool
 
 
 def check_values(checkpoint: Checkpoint, rules: Sequence[Rule | Skip], faults: Faults) -> None:
     """Adds a fault for every small tensor that cannot be right; those of damaged files are not
     looked at."""
     by_file: dict[Path, list[Small]] = {}
-    for small in itertools.chain(_vectors(checkpoint, rules), _scales(checkpoint, rules)):
-        if small.entry.file not in checkpoint.damaged:
-            by_file.setdefault(small.entry.file, []).append(small)
-    with ThreadPoolExecutor(READERS) as pool:
-        for found in pool.map(_look, by_file, by_file.values()):
-            faults.take(found)
+    for name, is_norm in itertools.chain(_vectors(rules), _scales(checkpoint)):
+        entry = checkpoint.entries.get(name)
+        if entry is None or entry.dtype not in BITS or entry.file in checkpoint.damaged:
+            continue
+        num_bytes = entry.nbytes
+        if num_bytes <= TINY_BYTES:
+            small = Small(entry.start, entry.start + num_bytes, name, entry.dtype, is_norm)
+            by_file.setdefault(entry.file, []).append(small)
+    runs = {path: list(_runs(sorted(smalls))) for path, smalls in by_file.items()}
+    skips = [rule for rule in rules if isinstance(rule, Skip)]
+    for look in (_announce, _look):
+        for path, of_file in runs.items():
+            faults.take(
+                fault
+                for name, fault in look(path, of_file)
+                if not any(skip.covers(name) for skip in skips)
+            )
 
 
-def _vectors(checkpoint: Checkpoint, rules: Iterable[Rule | Skip]) -> Iterator[Small]:
+_Named = tuple[str, bool]  # a tensor, and whether it is a norm that may not be zero
+
+
+def _vectors(rules: Iterable[Rule | Skip]) -> Iterator[_Named]:
     for rule in rules:
         if isinstance(rule, Skip) or len(rule.shape) != 1 or rule.is_integer:
             continue
         is_norm = "norm" in rule.target and not rule.target.endswith("bias")
         for piece in expand([rule], Placement()):
-            entry = checkpoint.entries.get(piece.source)
-            if _is_readable(entry):
-                yield Small(piece.source, entry, is_norm and not rule.may_be_zero)
+            yield piece.source, is_norm and not rule.may_be_zero
 
 
-def _scales(checkpoint: Checkpoint, rules: Iterable[Rule | Skip]) -> Iterator[Small]:
-    skips = [rule for rule in rules if isinstance(rule, Skip)]
-    for name, entry in checkpoint.entries.items():
-        is_scale = name.endswith(SCALES) and _is_readable(entry)
-        if is_scale and not any(skip.covers(name) for skip in skips):
-            yield Small(name, entry)
+def _scales(checkpoint: Checkpoint) -> Iterator[_Named]:
+    return ((name, False) for name in checkpoint.entries if name.endswith(SCALES))
 
 
-def _is_readable(entry: Entry | None) -> TypeGuard[Entry]:
-    return entry is not None and entry.dtype in BITS and entry.nbytes <= TINY_BYTES
+_Run = list[Small]  # near one another, in the order of their bytes
+_Found = tuple[str, Fault]  # a tensor's name, and what is wrong with it
 
 
-def _look(path: Path, smalls: Sequence[Small]) -> list[Fault]:
-    """The faults of some tensors of one file, neighbours read together."""
-    found: list[Fault] = []
-    try:
-        with path.open("rb", buffering=0) as file:
-            for run in _runs(sorted(smalls, key=lambda small: small.entry.start)):
-                start, end = run[0].entry.start, _end(run[-1])
-                data = os.pread(file.fileno(), end - start, start)
-                if len(data) < end - start:
-                    raise OSError(errno.EIO, "it ended while it was read")
-                found += _look_at(run, np.frombuffer(data, np.uint8), start)
-    except OSError as error:
-        found.append(Fault("unreadable", f"{path.name} cannot be read ({error.strerror})", AGAIN))
-    return found
-
-
-def _end(small: Small) -> int:
-    return small.entry.start + small.entry.nbytes
-
-
-def _runs(smalls: Iterable[Small]) -> Iterator[list[Small]]:
-    """Tensors that lie near one another, in the order of their bytes."""
-    run: list[Small] = []
+def _runs(smalls: Iterable[Small]) -> Iterator[_Run]:
+    run: _Run = []
     for small in smalls:
-        if run and (
-            small.entry.start - _end(run[-1]) > GAP_BYTES
-            or _end(small) - run[0].entry.start > RUN_BYTES
-        ):
+        if run and (small.start - run[-1].end > GAP_BYTES or small.end - run[0].start > RUN_BYTES):
             yield run
             run = []
         run.append(small)
@@ -118,15 +101,47 @@ def _runs(smalls: Iterable[Small]) -> Iterator[list[Small]]:
         yield run
 
 
-def _look_at(run: Iterable[Small], data_B: npt.NDArray[np.uint8], start: int) -> Iterator[Fault]:
+def _announce(path: Path, runs: Iterable[_Run]) -> list[_Found]:
+    """Asks the system to fetch what `_look` will read, without waiting for it."""
+    if not hasattr(os, "posix_fadvise"):
+        return []
+    try:
+        with path.open("rb", buffering=0) as file:
+            for run in runs:
+                start = run[0].start
+                num_bytes = run[-1].end - start
+                os.posix_fadvise(file.fileno(), start, num_bytes, os.POSIX_FADV_WILLNEED)
+    except OSError:
+        return []  # a hint that is not taken; reading tells of what cannot be read
+    return []
+
+
+def _look(path: Path, runs: Iterable[_Run]) -> list[_Found]:
+    """The faults of some tensors of one file, neighbours read together."""
+    found: list[_Found] = []
+    try:
+        with path.open("rb", buffering=0) as file:
+            for run in runs:
+                start, end = run[0].start, run[-1].end
+                data = os.pread(file.fileno(), end - start, start)
+                if len(data) < end - start:
+                    raise OSError(errno.EIO, "it ended while it was read")
+                found += _look_at(run, np.frombuffer(data, np.uint8), start)
+    except OSError as error:
+        text = f"{path.name} cannot be read ({error.strerror})"
+        found.append((path.name, Fault("unreadable", text, AGAIN)))
+    return found
+
+
+def _look_at(run: Iterable[Small], data_B: npt.NDArray[np.uint8], start: int) -> Iterator[_Found]:
     """`data_B` begins at the file's byte `start`."""
     for small in run:
-        words, exponent, value = BITS[small.entry.dtype]
-        at = small.entry.start - start
-        bits = data_B[at : at + small.entry.nbytes].view(words)
-        bad = int(np.count_nonzero((bits & exponent) == exponent))
-        if bad:
-            text = f"{small.name} holds {bad} of {len(bits)} values that are not finite"
-            yield Fault("not finite", text, AGAIN)
+        words, exponent, value = BITS[small.dtype]
+        bits = data_B[small.start - start : small.end - start].view(words)
+        bad = (bits & exponent) == exponent
+        if bad.any():
+            text = f"{small.name} holds {bad.sum()} of {len(bits)} values that are not finite"
+            yield small.name, Fault("not finite", text, AGAIN)
         elif small.is_norm and len(bits) and not np.any(bits & value):
-            yield Fault("zero", f"{small.name} is a norm of zeros alone", AGAIN)
+            text = f"{small.name} is a norm of zeros alone"
+            yield small.name, Fault("zero", text, AGAIN)

@@ -84,8 +84,9 @@ def find_faults(
             misshaped.append(f"{name} has shape {list(entry.shape)}, not {list(wanted[name])}")
         elif name in ids and entry.dtype not in INTEGERS:
             misshaped.append(f"{name} is {entry.dtype}, not one of {', '.join(INTEGERS)}")
+    lost = checkpoint.lost
     for name, shape in wanted.items():
-        if name not in ids and not checkpoint.lost.intersection(storage.parts(name)):
+        if name not in ids and not (lost and lost.intersection(storage.parts(name))):
             quantised += storage.faults(name, shape)
     if quantisation is not None and not quantised and not checkpoint.lost:
         quantised += storage.idle(wanted)

@@ -4,6 +4,7 @@ The headers' dtypes decide; what contradicts them, in `quantization_config` or i
 beside, is a fault. Nothing is read here.
 """
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -23,6 +24,7 @@ WEIGHT = "weight"
 PACKED, SHAPE = "weight_packed", "weight_shape"
 BLOCK_SCALES = ("weight_scale_inv", "scale")  # of Hugging Face's and of DeepSeek-V4's names
 GROUP_SCALES = "weight_scale"
+BESIDE = (PACKED, SHAPE, GROUP_SCALES, *BLOCK_SCALES)
 E8M0 = ("F8_E8M0", "U8")
 # scales' dtypes in a header → how they are kept
 SCALE_DTYPES = {
@@ -57,6 +59,12 @@ class Storage:
     ) -> None:
         self.entries = entries
         self.quantisation = quantisation
+        self._forms: dict[tuple[Form, torch.dtype], Form] = {}
+        self._beside: dict[str, list[str]] = {}  # by what names have before their last word
+        for name in entries:
+            base, _, ending = name.rpartition(".")
+            if ending in BESIDE:
+                self._beside.setdefault(f"{base}.", []).append(name)
 
     def find(self, name: str) -> Stored | None:
         """Of the tensor that a rule calls `name`; None: it is plain, missing, or not to be read.
@@ -74,7 +82,7 @@ class Storage:
         form = self._form(entry.dtype)
         if form is None or not beside or self.entries[beside[0]].dtype not in SCALE_DTYPES:
             return None
-        form = replace(form, scale_dtype=SCALE_DTYPES[self.entries[beside[0]].dtype])
+        form = self._with_scales(form, SCALE_DTYPES[self.entries[beside[0]].dtype])
         return Stored(name, beside[0], None, form, CODES[entry.dtype])
 
     def _form(self, dtype: str) -> Form | None:
@@ -95,8 +103,15 @@ class Storage:
         if codes.dtype not in CODES or scales.dtype not in SCALE_DTYPES:
             return None
         shape = base + SHAPE if base + SHAPE in self.entries else None
-        form = replace(said.matrices, scale_dtype=SCALE_DTYPES[scales.dtype])
+        form = self._with_scales(said.matrices, SCALE_DTYPES[scales.dtype])
         return Stored(base + PACKED, base + GROUP_SCALES, shape, form, CODES[codes.dtype])
+
+    def _with_scales(self, form: Form, dtype: torch.dtype) -> Form:
+        """One object for all matrices of a kind: there are tens of thousands."""
+        found = self._forms.get((form, dtype))
+        if found is None:
+            found = self._forms[form, dtype] = replace(form, scale_dtype=dtype)
+        return found
 
     def faults(self, name: str, shape: tuple[int, ...]) -> Iterator[str]:
         """What is wrong with the form of the tensor `name`; that it is missing is told elsewhere,
@@ -177,14 +192,21 @@ class Storage:
 
     def companions(self, name: str) -> list[str]:
         """The tensors that are there beside, or for, the matrix `name`."""
-        return [part for part in self.parts(name)[1:] if part in self.entries]
+        if not name.endswith(f".{WEIGHT}"):
+            return []
+        return sorted(self._beside.get(name.removesuffix(WEIGHT), ()), key=_rank)
 
     def parts(self, name: str) -> list[str]:
         """`name`, and what may stand beside it or for it."""
         if not name.endswith(f".{WEIGHT}"):
             return [name]
         base = name.removesuffix(WEIGHT)
-        return [name, *(base + end for end in (PACKED, SHAPE, GROUP_SCALES, *BLOCK_SCALES))]
+        return [name, *(base + ending for ending in BESIDE)]
+
+
+def _rank(name: str) -> int:
+    """The place of a companion's last word among them."""
+    return BESIDE.index(name.rpartition(".")[2])
 
 
 def is_kept(weight: Weight) -> bool:
@@ -203,13 +225,17 @@ def scheme_of(
         for form in forms
     ):
         return None
-    scale_rows, scale_dtypes = 0, set[torch.dtype]()
+    outputs, scale_rows, unit, scale_dtypes = 0, 0, 0, set[torch.dtype]()
     for piece, form in zip(pieces, forms, strict=True):
         assert form is not None
         _refuse_cut(piece, form)
         scale_dtypes.add(form.scale_dtype)
         if piece.expert == pieces[0].expert:  # every expert has as many
-            blocks = scale_slices(piece, form)[0]
+            rows, blocks = piece.slices[0], scale_slices(piece, form)[0]
+            end = (blocks.start + 1) * form.block_rows - rows.start  # of its first block
+            inner = (outputs + end, form.block_rows) if end < rows.stop - rows.start else ()
+            unit = math.gcd(unit, outputs, *inner)
+            outputs += rows.stop - rows.start
             scale_rows += blocks.stop - blocks.start
     return Scheme(
         coding=first.coding,
@@ -217,6 +243,7 @@ def scheme_of(
         scale_rows=scale_rows,
         scale_dtype=scale_dtypes.pop() if len(scale_dtypes) == 1 else torch.float32,
         dtype=dtype,
+        row_unit=unit or outputs,
     )
 
 

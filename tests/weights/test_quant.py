@@ -264,7 +264,7 @@ def test_a_config_that_promises_too_much_is_told(tmp_path: Path) -> None:
         (
             "k2 mxfp4",
             put(f"{EXPERT}.weight_scale", lambda s: _with_byte(s, 255)),
-            "scales that",
+            "values that are not finite",
         ),
     ],
 )
