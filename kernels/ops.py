@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from batchmla.kernels.groups import Groups
-from batchmla.kernels.quant import Quantised, Scheme
+from batchmla.kernels.quant import CodePanels, Quantised, Scheme
 
 if TYPE_CHECKING:
     from batchmla.kernels.block_sparse_ops import BlockSparseOps
@@ -46,6 +46,17 @@ class Packed:
     laid_out: tuple[torch.Tensor, ...] = ()
     panels: torch.Tensor | None = None  # for compiled kernels
     quantised: Quantised | None = None
+    code_panels: CodePanels | None = None  # for compiled kernels
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether compiled kernels read it."""
+        return self.panels is not None or self.code_panels is not None
+
+    @property
+    def codes(self) -> Quantised | CodePanels | None:
+        """What it keeps of a quantised weight."""
+        return self.quantised if self.code_panels is None else self.code_panels
 
 
 class RopeLayout(StrEnum):

@@ -33,7 +33,7 @@ class Scheme:
 
     `block` columns of a row share a scale; `scale_rows` are the distinct rows of scales. Scales are
     float32, bfloat16, or uint8 for powers of two with bias 127 (e8m0). `dtype` is the one that the
-    values stand for.
+    values stand for. Outputs from one multiple of `row_unit` to the next share their scales.
     """
 
     coding: Coding
@@ -41,6 +41,7 @@ class Scheme:
     scale_rows: int
     scale_dtype: torch.dtype
     dtype: torch.dtype
+    row_unit: int = 1
 
     def nbytes(self, shape: tuple[int, ...]) -> int:
         """Bytes of codes, scales and the map from outputs to scales."""
@@ -102,6 +103,24 @@ class Quantised:
         if whole < factors.shape[-1]:
             values[..., whole * block :].mul_(factors[..., whole:])
         return values.to(self.scheme.dtype if dtype is None else dtype)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class CodePanels:
+    """A quantised weight in an order of compiled kernels; of a stack one matrix after the other."""
+
+    scheme: Scheme
+    codes: torch.Tensor
+    scales: torch.Tensor
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """All that is held."""
+        return (self.codes, self.scales)
+
+    def matrix(self, index: int) -> "CodePanels":
+        """One of a stack."""
+        return replace(self, codes=self.codes[index], scales=self.scales[index])
 
 
 def decode(codes: torch.Tensor, coding: Coding) -> torch.Tensor:

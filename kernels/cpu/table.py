@@ -48,7 +48,7 @@ def over_torch(make_plain: MakePlain, products: LatentProducts, expert_linear: E
         return panel_linear(library, x_LC, kv_b) if has_panels else products.expand(x_LC, kv_b)
 
     def expert(x_TI: torch.Tensor, weight: Packed, index: int) -> torch.Tensor:
-        if weight.panels is None:
+        if not weight.is_compiled:
             return expert_linear(x_TI, weight, index)
         return panel_expert_linear(library, x_TI, weight, index)
 

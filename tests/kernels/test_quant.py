@@ -53,8 +53,9 @@ def make(
     columns = np.arange(inputs) // block
     values = values * factors[..., mapped, :][..., columns]
     scheme = Scheme(
-        coding=coding, block=block, scale_rows=scale_rows, scale_dtype=scale_dtype, dtype=dtype
-    )
+        coding=coding, block=block, scale_rows=scale_rows, scale_dtype=scale_dtype, dtype=dtype,
+        row_unit=rows,
+    )  # fmt: skip
     scale_row_O = None if rows == 1 else torch.from_numpy(mapped.astype(np.int32))
     weight = Quantised(
         scheme=scheme, codes=torch.from_numpy(codes), scales=held, scale_row_O=scale_row_O
@@ -118,7 +119,7 @@ def test_linear(
     bias_O = torch.randn(outputs, generator=torch.Generator().manual_seed(2)).to(dtype)
     expected = x_TI.double() @ values.T
     packed = ops.pack(PackKind.LINEAR, weight)
-    assert packed.quantised is not None and packed.plain is None
+    assert packed.codes is not None and packed.plain is None
     assert_close("linear", ops.linear(x_TI, packed, None), expected)
     assert_close("with bias", ops.linear(x_TI, packed, bias_O), expected + bias_O.double())
     logits = ops.linear(x_TI, ops.pack(PackKind.LOGITS, make(form, outputs, inputs)[0]), None)
@@ -184,6 +185,64 @@ def test_packed_bytes_are_those_of_the_packed_tensors(ops: Ops, kind: PackKind, 
 def held_bytes(packed: Packed) -> int:
     """Of every tensor."""
     tensors = [*packed.laid_out, *filter(torch.is_tensor, (packed.plain, packed.panels))]
-    if packed.quantised is not None:
-        tensors += packed.quantised.tensors
+    if packed.codes is not None:
+        tensors += packed.codes.tensors
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+@pytest.mark.parametrize("rows", [1, 15, 33, 64, 300])
+@pytest.mark.parametrize("form", FORMS)
+def test_compiled_products_have_the_bits_of_expanded_weights(form: str, rows: int) -> None:
+    """576 outputs end inside a block of 128, 288 inputs too; 288 are no whole run of steps."""
+    ops = kernels.load("cpu")
+    if ops.name.startswith("cpu by torch"):
+        pytest.skip(ops.name)
+    source = torch.Generator().manual_seed(1)
+    x_TI = torch.randn(rows, 288, generator=source).bfloat16()
+    weight = make(form, 576, 288, dtype=torch.bfloat16)[0]
+    for kind in (PackKind.LINEAR, PackKind.LOGITS):
+        kept, plain = ops.pack(kind, weight), ops.pack(kind, weight.expanded())
+        assert kept.code_panels is not None and plain.panels is not None
+        assert torch.equal(ops.linear(x_TI, kept, None), ops.linear(x_TI, plain, None))
+    up = make(form, 4, 128, 288, dtype=torch.bfloat16)[0]
+    down = make(form, 4, 288, 64, seed=1, dtype=torch.bfloat16)[0]
+    plain_pair = [
+        ops.pack(kind, each.expanded())
+        for kind, each in ((PackKind.EXPERTS_UP, up), (PackKind.EXPERTS_DOWN, down))
+    ]
+    kept_pair = [ops.pack(PackKind.EXPERTS_UP, up), ops.pack(PackKind.EXPERTS_DOWN, down)]
+    ids_TA = torch.stack([torch.randperm(4, generator=source)[:2] for _ in range(rows)])
+    weights_TA = torch.rand(rows, 2, generator=source)
+    expected = ops.experts(x_TI, weights_TA, ids_TA, *plain_pair)
+    for pair in (kept_pair, [kept_pair[0], plain_pair[1]], [plain_pair[0], kept_pair[1]]):
+        assert torch.equal(ops.experts(x_TI, weights_TA, ids_TA, *pair), expected)
+    expected = ops.hybrid.clamped_experts(x_TI, weights_TA, ids_TA, *plain_pair, 1.0)
+    actual = ops.hybrid.clamped_experts(x_TI, weights_TA, ids_TA, *kept_pair, 1.0)
+    assert torch.equal(actual, expected)
+
+
+def test_every_code_is_decoded_by_compiled_kernels() -> None:
+    ops = kernels.load("cpu")
+    if ops.name.startswith("cpu by torch"):
+        pytest.skip(ops.name)
+    codes = torch.arange(256, dtype=torch.uint8)
+    for coding, scale_dtype, scale in (
+        (Coding.E4M3, torch.float32, 1.0), (Coding.E2M1, torch.uint8, 127),
+        (Coding.INT4, torch.bfloat16, 1.0),
+    ):  # fmt: skip
+        held = codes.clone()
+        if coding is Coding.E4M3:
+            held[127::128] = 0
+        inputs = 256 * coding.values_per_byte
+        scheme = Scheme(
+            coding=coding, block=inputs, scale_rows=32, scale_dtype=scale_dtype,
+            dtype=torch.bfloat16,
+        )  # fmt: skip
+        weight = Quantised(
+            scheme=scheme,
+            codes=held.expand(32, -1).contiguous(),
+            scales=torch.full((32, 1), scale).to(scale_dtype),
+        )
+        packed = ops.pack(PackKind.LOGITS, weight)
+        one = torch.eye(inputs, dtype=torch.bfloat16)
+        assert torch.equal(ops.linear(one, packed, None), weight.expanded().float().T)

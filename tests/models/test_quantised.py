@@ -69,7 +69,7 @@ def logits_of(
 def kinds_kept(model: Model) -> Counter[str]:
     """How many weights of each kind are quantised."""
     weights = (weight for _, weight in model.named_weights())  # type: ignore[attr-defined]
-    return Counter(w.kind.value for w in weights if w.packed.quantised is not None)
+    return Counter(w.kind.value for w in weights if w.packed.codes is not None)
 
 
 @pytest.mark.parametrize("backend", ["reference", "cpu", "torch"])
@@ -110,7 +110,7 @@ def test_counted_bytes_are_those_of_the_loaded_model(
     model, held = open_model(folder, ops, torch.bfloat16), {}
     for _, weight in model.named_weights():  # type: ignore[attr-defined]
         packed = weight.packed
-        quantised = () if packed.quantised is None else packed.quantised.tensors
+        quantised = () if packed.codes is None else packed.codes.tensors
         plain = filter(torch.is_tensor, (packed.plain, packed.panels))
         for tensor in (*packed.laid_out, *plain, *quantised):
             held[id(tensor)] = tensor.numel() * tensor.element_size()

@@ -39,15 +39,20 @@ static inline void configure_rows(long rows) {
     configure(rows < TILE ? (int)rows : TILE, rows > TILE ? (int)(rows - TILE) : 0);
 }
 
-/* One or two row blocks of A times two B tiles that lie side by side at every k. `a1` NULL: one
- * row block. `ahead`: bytes to fetch in advance, 0 when B is in a cache already. */
-static inline void dot_pair(const bf16 *a0, const bf16 *a1, long a_bytes, const bf16 *b,
-                            long depth_tiles, long ahead) {
+static inline void zero_pair(int has_second) {
     _tile_zero(0);
     _tile_zero(1);
-    if (a1) {
+    if (has_second) {
         _tile_zero(2);
         _tile_zero(3);
+    }
+}
+
+/* Adds one or two row blocks of A times two B tiles that lie side by side at every k. `a1` NULL: one
+ * row block. `ahead`: bytes to fetch in advance, 0 when B is in a cache already. */
+static inline void add_pair(const bf16 *a0, const bf16 *a1, long a_bytes, const bf16 *b,
+                            long depth_tiles, long ahead) {
+    if (a1) {
         for (long k = 0; k < depth_tiles; k++, b += 2 * TILE_VALUES) {
             if (ahead)
                 for (long at = 0; at < 2048; at += 64)
@@ -72,6 +77,23 @@ static inline void dot_pair(const bf16 *a0, const bf16 *a1, long a_bytes, const 
         _tile_dpbf16ps(0, 4, 6);
         _tile_loadd(7, b + TILE_VALUES, 64);
         _tile_dpbf16ps(1, 4, 7);
+    }
+}
+
+/* The same from C tiles of zeros. */
+static inline void dot_pair(const bf16 *a0, const bf16 *a1, long a_bytes, const bf16 *b,
+                            long depth_tiles, long ahead) {
+    zero_pair(a1 != 0);
+    add_pair(a0, a1, a_bytes, b, depth_tiles, ahead);
+}
+
+/* C tiles from float32 [rows][32]. */
+static inline void load_pair(const float *sums, int has_second) {
+    _tile_loadd(0, sums, PANEL * 4);
+    _tile_loadd(1, sums + TILE, PANEL * 4);
+    if (has_second) {
+        _tile_loadd(2, sums + TILE * PANEL, PANEL * 4);
+        _tile_loadd(3, sums + TILE * PANEL + TILE, PANEL * 4);
     }
 }
 

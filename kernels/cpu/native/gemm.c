@@ -8,9 +8,9 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-#include "amx.h"
+#include "codes.h"
 
-enum { CHUNK_BYTES = 1 << 20, FEW_ROWS = 32, AHEAD_BYTES = 16384, MAX_UP_VALUES = 1 << 15 };
+enum { CHUNK_BYTES = 1 << 20, MOST_ROWS = 256, FEW_ROWS = 32, AHEAD_BYTES = 16384, MAX_UP_VALUES = 1 << 15 };
 
 /* Asks the system for the tiles' registers, once a process; 0: granted. */
 long bmla_request_tiles(void) { return syscall(SYS_arch_prctl, 0x1023, 18); }
@@ -20,7 +20,7 @@ static long smaller(long a, long b) { return a < b ? a : b; }
 /* Rows of A that stay in a core's cache while panels stream by. */
 static long chunk_rows(long depth) {
     long rows = CHUNK_BYTES / (2 * depth) / PANEL * PANEL;
-    return rows < PANEL ? PANEL : smaller(rows, 256);
+    return rows < PANEL ? PANEL : smaller(rows, MOST_ROWS);
 }
 
 static void write_out(const float *sums, long rows, long column, long columns, const bf16 *bias,
@@ -39,32 +39,72 @@ static void write_out(const float *sums, long rows, long column, long columns, c
     }
 }
 
-/* Panels [start, end) over `rows` rows. */
-static void linear_panels(const bf16 *x, long x_stride, long rows, const bf16 *weight, long depth,
+/* Panels of a weight from `first` on: as values, or where there are none, as codes. */
+typedef struct {
+    const bf16 *values;
+    const Codes *codes;
+    long first;
+} Panels;
+
+static Panels values_of(const bf16 *values) { return (Panels){values, 0, 0}; }
+
+static Panels from_panel(Panels weight, long panel) {
+    weight.first += panel;
+    return weight;
+}
+
+/* A thread's sums and the state of its tiles. */
+typedef struct {
+    float sums[MOST_ROWS * PANEL] __attribute__((aligned(64)));
+    E4m3Table table;
+    long configured;
+} Work;
+
+static void start_work(Work *work, Panels weight) {
+    work->configured = 0;
+    if (weight.codes && weight.codes->coding == E4M3) work->table = make_e4m3_table();
+}
+
+/* The sums [some][32] of a panel for the rows from `row` on, which are called in their order. */
+static const float *panel_sums(Work *work, const bf16 *x, long x_stride, long rows, long row,
+                               Panels weight, long depth, long panel) {
+    const long some = smaller(PANEL, rows - row), at = weight.first + panel;
+    if (!weight.values) {
+        if (row == 0)
+            multiply_codes(x, x_stride, rows, weight.codes, &work->table, at, work->sums,
+                           &work->configured);
+        return work->sums + row * PANEL;
+    }
+    if (some != work->configured) configure_rows(work->configured = some);
+    const bf16 *a = x + row * x_stride;
+    dot_pair(a, some > TILE ? a + TILE * x_stride : 0, 2 * x_stride,
+             weight.values + at * PANEL * depth, depth / DEPTH, rows <= FEW_ROWS ? AHEAD_BYTES : 0);
+    store_pair(work->sums, some > TILE);
+    return work->sums;
+}
+
+/* Panels [start, end) over `rows` rows, at most MOST_ROWS of codes. */
+static void linear_panels(const bf16 *x, long x_stride, long rows, Panels weight, long depth,
                           long start, long end, long columns, const bf16 *bias, void *out,
                           long out_stride, int is_float) {
-    float sums[PANEL * PANEL] __attribute__((aligned(64)));
-    const long step = depth / DEPTH, ahead = rows <= FEW_ROWS ? AHEAD_BYTES : 0;
-    long configured = 0;
-    for (long panel = start; panel < end; panel++) {
-        const bf16 *b = weight + panel * PANEL * depth;
+    Work work;
+    start_work(&work, weight);
+    for (long panel = start; panel < end; panel++)
         for (long row = 0; row < rows; row += PANEL) {
-            long some = smaller(PANEL, rows - row);
-            if (some != configured) configure_rows(configured = some);
-            const bf16 *a = x + row * x_stride;
-            dot_pair(a, some > TILE ? a + TILE * x_stride : 0, 2 * x_stride, b, step, ahead);
-            store_pair(sums, some > TILE);
+            const float *sums = panel_sums(&work, x, x_stride, rows, row, weight, depth, panel);
             char *target = (char *)out + row * out_stride * (is_float ? 4 : 2);
-            write_out(sums, some, panel * PANEL, columns, bias, target, out_stride, is_float);
+            write_out(sums, smaller(PANEL, rows - row), panel * PANEL, columns, bias, target,
+                      out_stride, is_float);
         }
-    }
     _tile_release();
 }
 
-/* out[T, O] = x[T, I] * weight^T + bias. Strides in elements. */
-void bmla_linear(const bf16 *x, long x_stride, long rows, const bf16 *weight, long depth,
-                 long columns, const bf16 *bias, void *out, long out_stride, int is_float,
-                 int threads) {
+/* out[T, O] = x[T, I] * weight^T + bias, the weight as `values` or as `codes`. Strides in elements.
+ */
+void bmla_linear(const bf16 *x, long x_stride, long rows, const bf16 *values, const Codes *codes,
+                 long depth, long columns, const bf16 *bias, void *out, long out_stride,
+                 int is_float, int threads) {
+    const Panels weight = {values, codes, 0};
     const long panels = (columns + PANEL - 1) / PANEL, most = chunk_rows(depth);
     const long chunks = (rows + most - 1) / most;
     threads = useful_threads(2 * rows * depth * columns, 2 * depth * columns, threads);
@@ -91,7 +131,7 @@ void bmla_heads(const bf16 *x, long x_stride, long x_step, long rows, const bf16
     for (long unit = 0; unit < heads * chunks; unit++) {
         long head = unit / chunks, row = unit % chunks * most;
         linear_panels(x + row * x_stride + head * x_step, x_stride, smaller(most, rows - row),
-                      weight + head * weight_step, depth, 0, panels, columns, 0,
+                      values_of(weight + head * weight_step), depth, 0, panels, columns, 0,
                       out + row * out_stride + head * out_step, out_stride, 0);
     }
 }
@@ -122,33 +162,27 @@ void bmla_heads_up(const bf16 *x, long x_stride, long x_step, long rows, const b
         for (long panel = 0; panel < some; panel++)
             interleave(up + head * up_step + column + panel * PANEL, columns, depth,
                        laid + panel * depth * PANEL);
-        linear_panels(x + head * x_step, x_stride, rows, laid, depth, 0, some, some * PANEL, 0,
+        linear_panels(x + head * x_step, x_stride, rows, values_of(laid), depth, 0, some,
+                      some * PANEL, 0,
                       out + head * out_step + column, out_stride, 0);
     }
 }
 
 /* hidden[rows, F] = silu(gate) * up; a panel holds 16 gates and their 16 ups. */
-static void up_panels(const bf16 *x, long rows, const bf16 *weight, long depth, long start,
-                      long end, bf16 *hidden, long width) {
-    float sums[PANEL * PANEL] __attribute__((aligned(64)));
-    const long step = depth / DEPTH, ahead = rows <= FEW_ROWS ? AHEAD_BYTES : 0;
-    long configured = 0;
-    for (long panel = start; panel < end; panel++) {
-        const bf16 *b = weight + panel * PANEL * depth;
+static void up_panels(const bf16 *x, long rows, Panels weight, long depth, long start, long end,
+                      bf16 *hidden, long width) {
+    Work work;
+    start_work(&work, weight);
+    for (long panel = start; panel < end; panel++)
         for (long row = 0; row < rows; row += PANEL) {
-            long some = smaller(PANEL, rows - row);
-            if (some != configured) configure_rows(configured = some);
-            const bf16 *a = x + row * depth;
-            dot_pair(a, some > TILE ? a + TILE * depth : 0, 2 * depth, b, step, ahead);
-            store_pair(sums, some > TILE);
-            for (long at = 0; at < some; at++) {
+            const float *sums = panel_sums(&work, x, depth, rows, row, weight, depth, panel);
+            for (long at = 0; at < smaller(PANEL, rows - row); at++) {
                 __m512 gate = _mm512_load_ps(sums + at * PANEL);
                 __m512 up = _mm512_load_ps(sums + at * PANEL + TILE);
                 bf16 *target = hidden + (row + at) * width + panel * TILE;
                 _mm256_storeu_si256((__m256i *)target, narrow(_mm512_mul_ps(silu(gate), up)));
             }
         }
-    }
     _tile_release();
 }
 
@@ -171,8 +205,10 @@ static long make_units(Unit *units, const long *first_row, long experts, long pa
 /* out[t] = sum over a of weights[t, a] * down(silu(gate(x[t])) * up(x[t])) of expert ids[t, a].
  * `work` holds T*A rows of M, F and M values; returns 0, or 1 without memory for the tables. */
 int bmla_experts(const bf16 *x, long tokens, long width, long hidden_width, long experts,
-                 long active, const int64_t *ids, const float *weights, const bf16 *up,
-                 const bf16 *down, bf16 *work, bf16 *out, int threads) {
+                 long active, const int64_t *ids, const float *weights, const bf16 *up_values,
+                 const Codes *up_codes, const bf16 *down_values, const Codes *down_codes,
+                 bf16 *work, bf16 *out, int threads) {
+    const Panels up = {up_values, up_codes, 0}, down = {down_values, down_codes, 0};
     const long choices = tokens * active, pieces = 2;
     const long up_most = chunk_rows(width), down_most = chunk_rows(hidden_width);
     const long least = smaller(up_most, down_most), expert_values = 3 * width * hidden_width;
@@ -207,8 +243,8 @@ int bmla_experts(const bf16 *x, long tokens, long width, long hidden_width, long
         for (long index = 0; index < num_up; index++) {
             Unit unit = units[index];
             up_panels(sorted + unit.first * width, unit.rows,
-                      up + unit.expert * 2 * hidden_width * width, width, unit.start, unit.end,
-                      hidden + unit.first * hidden_width, hidden_width);
+                      from_panel(up, unit.expert * (hidden_width / TILE)), width, unit.start,
+                      unit.end, hidden + unit.first * hidden_width, hidden_width);
         }
     }
     long panels = (width + PANEL - 1) / PANEL;
@@ -219,8 +255,8 @@ int bmla_experts(const bf16 *x, long tokens, long width, long hidden_width, long
         for (long index = 0; index < num_down; index++) {
             Unit unit = units[index];
             linear_panels(hidden + unit.first * hidden_width, hidden_width, unit.rows,
-                          down + unit.expert * panels * PANEL * hidden_width, hidden_width,
-                          unit.start, unit.end, width, 0, parts + unit.first * width, width, 0);
+                          from_panel(down, unit.expert * panels), hidden_width, unit.start,
+                          unit.end, width, 0, parts + unit.first * width, width, 0);
         }
 #pragma omp for schedule(static)
         for (long token = 0; token < tokens; token++)

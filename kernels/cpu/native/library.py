@@ -15,22 +15,31 @@ from pathlib import Path
 
 logger = logging.getLogger(__name__)
 
-SOURCES = ("amx.h", "gemm.c", "attention.c", "rows.c", "route.c", "select.c")
+SOURCES = ("amx.h", "codes.h", "gemm.c", "attention.c", "rows.c", "route.c", "select.c")
 NEEDED = frozenset(
-    {"amx_tile", "amx_bf16", "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16"}
+    {
+        "amx_tile",
+        "amx_bf16",
+        "avx512f",
+        "avx512bw",
+        "avx512dq",
+        "avx512vl",
+        "avx512_bf16",
+        "avx512vbmi",
+    }
 )
 FLAGS = (
     "-std=gnu11", "-O3", "-shared", "-fPIC", "-fopenmp", "-mfma", "-mavx512f", "-mavx512bw",
-    "-mavx512dq", "-mavx512vl", "-mavx512bf16", "-mamx-tile", "-mamx-bf16",
+    "-mavx512dq", "-mavx512vl", "-mavx512bf16", "-mavx512vbmi", "-mamx-tile", "-mamx-bf16",
 )  # fmt: skip
 COMPILERS = ("cc", "gcc", "clang")
 # the arguments of every function: p a pointer, l a long, i an int, f a float
 ARGUMENTS = {
     "bmla_request_tiles": "",
-    "bmla_linear": "pllpllpplii",
+    "bmla_linear": "pllppllpplii",
     "bmla_heads": "plllplllpllli",
     "bmla_heads_up": "plllplllpllli",
-    "bmla_experts": "plllllppppppi",
+    "bmla_experts": "plllllppppppppi",
     "bmla_attend": "pi",
     "bmla_norm": "plpppllfpi",
     "bmla_rope": "pllllpplii",

@@ -5,10 +5,17 @@ What they do not serve (other dtypes, features that are no multiple of 32) goes 
 
 import ctypes
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
+from batchmla.kernels.cpu.native.quant import (
+    code_bytes,
+    codes_of,
+    lay_out_codes,
+    serves_codes,
+)
 from batchmla.kernels.cpu.quant import KEPT
 from batchmla.kernels.cpu.scratch import Scratch
 from batchmla.kernels.ops import Ops, Packed, PackKind
@@ -49,26 +56,35 @@ def panel_linear(
     library: ctypes.CDLL, x_TI: torch.Tensor, weight: Packed, bias_O: torch.Tensor | None = None
 ) -> torch.Tensor:
     """x·Wᵀ + b with a weight in panels."""
-    assert weight.panels is not None and x_TI.dtype == torch.bfloat16, x_TI.dtype
+    assert weight.is_compiled and x_TI.dtype == torch.bfloat16, x_TI.dtype
     if x_TI.stride(1) != 1:
         x_TI = x_TI.contiguous()
     is_float = weight.kind is PackKind.LOGITS
     outputs, depth = weight.shape
     y_TO = x_TI.new_empty(len(x_TI), outputs, dtype=torch.float32 if is_float else torch.bfloat16)
     library.bmla_linear(
-        x_TI.data_ptr(), x_TI.stride(0), len(x_TI), weight.panels.data_ptr(), depth, outputs,
+        x_TI.data_ptr(), x_TI.stride(0), len(x_TI), *_pointers(weight), depth, outputs,
         None if bias_O is None else bias_O.data_ptr(), y_TO.data_ptr(), outputs, is_float,
         torch.get_num_threads(),
     )  # fmt: skip
     return y_TO
 
 
+def _pointers(weight: Packed) -> tuple[int | None, Any]:
+    """To its values and its codes, one of which it has not."""
+    if weight.code_panels is not None:
+        return None, ctypes.byref(codes_of(weight.code_panels, weight.shape[-1]))
+    assert weight.panels is not None
+    return weight.panels.data_ptr(), None
+
+
 def panel_expert_linear(
     library: ctypes.CDLL, x_TI: torch.Tensor, weight: Packed, index: int
 ) -> torch.Tensor:
     """x·Wᵀ of one expert; gates come before ups."""
-    assert weight.panels is not None
-    one = Packed(weight.kind, weight.shape[1:], panels=weight.panels[index])
+    panels = None if weight.panels is None else weight.panels[index]
+    codes = None if weight.code_panels is None else weight.code_panels.matrix(index)
+    one = Packed(weight.kind, weight.shape[1:], panels=panels, code_panels=codes)
     y_TO = panel_linear(library, x_TI, one)
     if weight.kind is not PackKind.EXPERTS_UP:
         return y_TO
@@ -88,6 +104,8 @@ class NativeProducts:
     ) -> int:
         """One form, latent weights plain too; outputs are padded to whole panels."""
         if isinstance(dtype, Scheme):
+            if serves_codes(kind, shape, dtype):
+                return code_bytes(shape, dtype)
             if kind in KEPT:
                 return self._plain.packed_bytes(kind, shape, dtype)
             dtype = dtype.dtype
@@ -100,6 +118,8 @@ class NativeProducts:
     def pack(self, kind: PackKind, weight: torch.Tensor | Quantised) -> Packed:
         """Panels, where they are served."""
         if isinstance(weight, Quantised):
+            if weight.device.type == "cpu" and serves_codes(kind, weight.shape, weight.scheme):
+                return Packed(kind, weight.shape, code_panels=lay_out_codes(kind, weight))
             if kind in KEPT:
                 return self._plain.pack(kind, weight)
             weight = weight.expanded()
@@ -112,7 +132,7 @@ class NativeProducts:
         self, x_TI: torch.Tensor, weight: Packed, bias_O: torch.Tensor | None
     ) -> torch.Tensor:
         """x·Wᵀ + b."""
-        if weight.panels is None:
+        if not weight.is_compiled:
             return self._plain.linear(x_TI, weight, bias_O)
         return panel_linear(self._library, x_TI, weight, bias_O)
 
@@ -125,7 +145,7 @@ class NativeProducts:
         down: Packed,
     ) -> torch.Tensor:
         """Every expert over the tokens it received, a token's experts summed as it chose them."""
-        if up.panels is None or down.panels is None:
+        if not up.is_compiled or not down.is_compiled:
             return self._plain.experts(x_TM, weights_TA, ids_TA, up, down)
         assert x_TM.dtype == torch.bfloat16, x_TM.dtype
         num_tokens, width = x_TM.shape
@@ -135,7 +155,7 @@ class NativeProducts:
         x_TM, weights_TA, ids_TA = x_TM.contiguous(), weights_TA.contiguous(), ids_TA.contiguous()
         failed = self._library.bmla_experts(
             x_TM.data_ptr(), num_tokens, width, hidden, up.shape[0], active, ids_TA.data_ptr(),
-            weights_TA.data_ptr(), up.panels.data_ptr(), down.panels.data_ptr(), work.data_ptr(),
+            weights_TA.data_ptr(), *_pointers(up), *_pointers(down), work.data_ptr(),
             out_TM.data_ptr(), torch.get_num_threads(),
         )  # fmt: skip
         if failed:
