@@ -8,6 +8,7 @@ import pyarrow as pa
 
 from batchmla.core import Logprobs
 from batchmla.errors import JobError
+from batchmla.jobs.sample_counts import Samples
 
 _IDS = pa.list_(pa.int32())
 _CALLS = pa.list_(pa.struct([("name", pa.string()), ("arguments", pa.string())]))
@@ -64,7 +65,7 @@ class Finished(NamedTuple):
 
 
 def own_schema(token_ids: bool, has_sample: bool = False, scores: Sequence[str] = ()) -> pa.Schema:
-    """Our columns in order, unprefixed. `has_sample`: sampling.n is more than 1; `scores`: which of
+    """Our columns in order, unprefixed. `has_sample`: sampling.n is not 1; `scores`: which of
     `SCORES` are asked for.
     """
     fields = [
@@ -77,11 +78,11 @@ def own_schema(token_ids: bool, has_sample: bool = False, scores: Sequence[str] 
     return pa.schema(fields)
 
 
-def with_sample(table: pa.Table, num_samples: int) -> pa.Table:
-    """A table of finished rows with the column `sample`, which their index tells."""
-    if num_samples == 1:
+def with_sample(table: pa.Table, samples: Samples | None) -> pa.Table:
+    """A table of finished rows, by index, with the column `sample`, which their index tells."""
+    if samples is None:
         return table
-    sample = table.column("index").to_numpy() % num_samples
+    sample = samples.numbers(table.column("index").to_numpy())
     return table.append_column("sample", pa.array(sample, pa.int32()))
 
 

@@ -10,6 +10,8 @@ from batchmla.jobs.inspect import TOKENIZER_FILES
 from batchmla.jobs.local import local_seams, local_text
 from batchmla.jobs.prompt import TooLong
 from batchmla.jobs.remote import place_of
+from batchmla.jobs.sample_counts import read_samples
+from batchmla.jobs.settings import ColumnRef
 from batchmla.jobs.spec import JobSpec
 from batchmla.jobs.summary import read_summary
 
@@ -37,16 +39,22 @@ def count_rows(spec: JobSpec, folder: Path, max_model_len: int, notes: list[str]
     seams = local_seams()
     table = seams.table(spec)
     num_rows = table.scan(spec.input.check).num_rows
+    samples = read_samples(spec.sampling.n, table)
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
         notes.append("no tokenizer in the model folder: prompts are not counted")
         return RowCounts(
-            rows=num_rows, prompt_tokens=None, rows_too_long=None, rows_failing=None,
-            longest_prompt=None, output_tokens=None, is_whole=False,
+            rows=num_rows if samples is None else samples.total(num_rows), prompt_tokens=None,
+            rows_too_long=None, rows_failing=None, longest_prompt=None, output_tokens=None,
+            is_whole=False,
         )  # fmt: skip
     text = local_text(spec, table, max_model_len)
     tally, started_s, is_whole = _Tally(max_model_len), time.monotonic(), True
     for rows in table.rows(0, None):
-        tally.add(text.prompts(rows))
+        first = rows[0].index
+        counts = [1] * len(rows)
+        if samples is not None:
+            counts = samples.of_rows(first, first + len(rows)).tolist()
+        tally.add(text.prompts(rows), counts)
         if time.monotonic() - started_s > COUNT_LIMIT_S:
             is_whole = num_rows is not None and tally.rows == num_rows
             break
@@ -58,11 +66,12 @@ def count_rows(spec: JobSpec, folder: Path, max_model_len: int, notes: list[str]
             f"prompts counted over the first {tally.rows:,} rows in {COUNT_LIMIT_S:.0f} s"
             + (" and scaled up" if num_rows is not None else "; the input's rows are not known yet")
         )
-    if (num_samples := spec.sampling.n) > 1:
-        notes.append(f"every row counts {num_samples} times (sampling.n)")
-        num_rows = None if num_rows is None else num_rows * num_samples
-        factor *= num_samples
-    good_rows = round((tally.rows - tally.failing) * factor)
+    if samples is not None:
+        notes.append(_samples_note(spec.sampling.n))
+        num_rows = samples.total(num_rows)
+        is_known = num_rows is not None and tally.samples > 0
+        factor = num_rows / tally.samples if num_rows is not None and is_known else 1.0
+    good_rows = round((tally.samples - tally.failing) * factor)
     output_tokens, source = _expected_output(spec, good_rows, round(tally.most_output * factor))
     notes.append(source)
     return RowCounts(
@@ -81,22 +90,30 @@ class _Tally:
 
     def __init__(self, max_model_len: int) -> None:
         self._max_model_len = max_model_len
-        self.rows = self.failing = self.too_long = self.prompt_tokens = self.longest = 0
+        self.rows = self.samples = self.failing = self.too_long = 0
+        self.prompt_tokens = self.longest = 0
         self.most_output = 0  # tokens that the rows could generate
 
-    def add(self, prompts: Sequence[Prompt | str]) -> None:
-        """A prompt, or the sentence why a row has none."""
-        for prompt in prompts:
-            self.rows += 1
+    def add(self, prompts: Sequence[Prompt | str], counts: Sequence[int]) -> None:
+        """A prompt, or the sentence why a row has none, and how many samples the row has."""
+        self.rows += len(prompts)
+        for prompt, count in zip(prompts, counts, strict=True):
+            self.samples += count
             if isinstance(prompt, str):
-                self.failing += 1
-                self.too_long += isinstance(prompt, TooLong)
+                self.failing += count
+                self.too_long += count * isinstance(prompt, TooLong)
             else:
                 length, most = len(prompt.token_ids), prompt.params.max_tokens
                 room = max(0, self._max_model_len - length)
-                self.prompt_tokens += length
+                self.prompt_tokens += count * length
                 self.longest = max(self.longest, length)
-                self.most_output += room if most is None else min(most, room)
+                self.most_output += count * (room if most is None else min(most, room))
+
+
+def _samples_note(given: int | ColumnRef) -> str:
+    if isinstance(given, ColumnRef):
+        return f"every row counts as often as its column {given.column} says (sampling.n)"
+    return f"every row counts {given} times (sampling.n)"
 
 
 def _expected_output(spec: JobSpec, good_rows: int, most_output: int) -> tuple[int, str]:

@@ -22,6 +22,7 @@ from batchmla.jobs.rowtext import Answer
 from batchmla.jobs.sampling import read_generation_config, resolve_sampling
 from batchmla.jobs.sampling_rules import RuleMaker
 from batchmla.jobs.seams import LoadedEngine, Seams, Table
+from batchmla.jobs.settings import ColumnRef
 from batchmla.jobs.soundness import check_folder
 from batchmla.jobs.spec import JobSpec
 from batchmla.jobs.tools import JobTools
@@ -162,7 +163,9 @@ def local_text(spec: JobSpec, table: Table, limit_tokens: int | None = None) -> 
     if limit_tokens is None:
         limit_tokens = plan_local_engine(spec, folder).max_model_len
     text = LocalText(spec, folder, table.columns, limit_tokens)
-    for field, column in text.sampling.columns.items():
+    number = spec.sampling.n
+    columns = {"n": number.column} if isinstance(number, ColumnRef) else {}
+    for field, column in {**text.sampling.columns, **columns}.items():
         table.require([column], f"sampling.{field}")
     table.require(text.columns, "prompt")
     table.select(text.columns)  # no other column is turned into Python objects

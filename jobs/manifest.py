@@ -32,6 +32,7 @@ _FIXED = (
     "output.rows_per_file",
     "output.format",
     "sampling.n",
+    "sampling.n.column",
 )  # for an output, whatever is wished
 
 HasGrown = Callable[[str, str, str | None], bool]

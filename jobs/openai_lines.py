@@ -13,6 +13,7 @@ import pyarrow as pa
 
 from batchmla.jobs.json_values import json_line, json_rows
 from batchmla.jobs.openai_body import CHAT, TEXT
+from batchmla.jobs.settings import JobSpec
 
 _BESIDE = ("reasoning_state", "lossy", "tool_error")
 
@@ -26,6 +27,18 @@ class BatchLines:
     model: str
     url: str | None  # of all rows; None: the carried column `url` says it
     has_token_ids: bool
+
+    @classmethod
+    def of(cls, spec: JobSpec, job_id: str, created_s: int) -> "BatchLines":
+        """Those of a job."""
+        prompt = spec.prompt
+        return cls(
+            job_id=job_id,
+            created_s=created_s,
+            model=spec.model.path,
+            url=url_of(is_batch=not prompt.is_given, is_raw=prompt.raw is not None),
+            has_token_ids=spec.output.token_ids,
+        )
 
     def lines(self, carried: pa.Table, own: pa.Table) -> bytes:
         """Row by row."""

@@ -97,6 +97,7 @@ def render(data: ReportData) -> str:
         errors_left=counts.other_errors + sum(kind.rows for kind in hidden),
         model=setting(data.manifest, "model.path"),
         samples_each=num_samples if isinstance(num_samples, int) else 1,
+        samples_column=setting(data.manifest, "sampling.n.column"),
         summary_facts=_summary_facts(data),
         fact_of=_fact,
     )

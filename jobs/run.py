@@ -29,14 +29,15 @@ from batchmla.jobs.manifest import (
     settle,
     write_manifest,
 )
-from batchmla.jobs.openai_lines import BatchLines, url_of
+from batchmla.jobs.openai_lines import BatchLines
 from batchmla.jobs.pack import Packer
 from batchmla.jobs.part_file import LineForm
 from batchmla.jobs.progress import ProgressKind, Snapshot, Ticker, make_view
 from batchmla.jobs.remote import place_of
 from batchmla.jobs.rowtext import RowText
 from batchmla.jobs.runlog import log_only, run_log
-from batchmla.jobs.samples import SampledTable
+from batchmla.jobs.sample_counts import refuse_other_counts
+from batchmla.jobs.samples import sampled
 from batchmla.jobs.seams import Seams
 from batchmla.jobs.segments import list_segments
 from batchmla.jobs.signals import Signals, StopRun
@@ -75,7 +76,7 @@ def run_job(
     if limit is not None and limit < 1:
         raise JobError(f"--limit {limit}: give the number of rows, at least 1")
     wishes = Wishes(
-        limit=None if limit is None else limit * loaded.spec.sampling.n,
+        limit=limit,
         fresh=fresh,
         retry_failed=retry_failed,
         accept_changes=accept_changes,
@@ -168,9 +169,11 @@ class _Run:
         text = self.seams.text(self.spec, self.table)
         if scan.num_rows != 0:
             self.seams.check(self.spec)
-        if (num_samples := self.spec.sampling.n) > 1:
-            self.table = SampledTable(self.table, num_samples)
-        return text, None if scan.num_rows is None else scan.num_rows * num_samples
+        self.table, self.samples = sampled(self.table, self.spec.sampling.n)
+        self.limit = self.wishes.limit
+        if self.samples is not None and self.limit is not None:
+            self.limit = self.samples.before(self.limit)
+        return text, self.table.scan(self.spec.input.check).num_rows
 
     def _part_format(self) -> PartFormat:
         settings = self.spec.output
@@ -181,7 +184,7 @@ class _Run:
             rows_per_file=settings.rows_per_file,
             compression=settings.compression,
             format=settings.format,
-            num_samples=self.spec.sampling.n,
+            has_sample=self.spec.sampling.n != 1,
             scores=self.spec.sampling.scores,
         )
         assert form.schema.names, "a name clash is found here, before anything is written"
@@ -199,8 +202,11 @@ class _Run:
             numerics=self.seams.numerics(self.spec),
             last_rows=self.table.last_rows(),
         )
+        old = read_manifest(self.output)
+        if old is not None and self.wishes.accept_changes and self.spec.sampling.is_n_listed:
+            refuse_other_counts(old, new, self.table.has_grown, self.output)
         return settle(
-            read_manifest(self.output),
+            old,
             new,
             output=self.output,
             is_accepted=self.wishes.accept_changes,
@@ -211,14 +217,7 @@ class _Run:
         """How rows become the lines of output.format openai_batch."""
         if self.spec.output.format != "openai_batch":
             return None
-        prompt = self.spec.prompt
-        return BatchLines(
-            job_id=self.manifest.job_id,
-            created_s=int(self.manifest.created_s),
-            model=self.spec.model.path,
-            url=url_of(is_batch=not prompt.is_given, is_raw=prompt.raw is not None),
-            has_token_ids=self.spec.output.token_ids,
-        )
+        return BatchLines.of(self.spec, self.manifest.job_id, int(self.manifest.created_s))
 
     def _prepare(self, found: Sequence[tuple[Part, bool]]) -> None:
         """Finds out what is done."""
@@ -233,7 +232,7 @@ class _Run:
             store=self.store,
             ledger=self.ledger,
             journal=self.journal,
-            form=replace(self.form, lines=self._lines()),
+            form=replace(self.form, lines=self._lines(), samples=self.samples),
             carried=Carried(self.table.carried, self.table.carried_batches),
         )
         self.writer.take_up(found)
@@ -254,7 +253,7 @@ class _Run:
         """Applies what a killed retry left, then begins a round of retries if one is wished."""
         self.journal.tally.add(self.writer.apply_retries())
         if self.wishes.retry_failed:
-            count = self.journal.forget_failed(self.writer.failed_rows(), self.wishes.limit)
+            count = self.journal.forget_failed(self.writer.failed_rows(), self.limit)
             _LOG.info("%d failed rows are tried again", count)
 
     # the loop and what follows
@@ -264,6 +263,7 @@ class _Run:
         packer = Packer(
             order=engine.order,
             window_rows=engine.window_rows,
+            dedupe=engine.dedupe,
             is_stopping=self.signals.is_stopping,
         )
         return Loop(
@@ -276,7 +276,7 @@ class _Run:
             token_ids=self.spec.output.token_ids,
             stop_after=self.spec.errors.stop_after,
             num_rows=num_rows,
-            limit=self.wishes.limit,
+            limit=self.limit,
         )
 
     def _is_left(self, loop: Loop) -> bool:
@@ -340,6 +340,7 @@ class _Run:
             engine_s=0.0 if loop is None else loop.engine_s,
             wall_s=time.monotonic() - self.started_s,
             rows_this_run=0 if loop is None else loop.finished,
+            deduped=0 if loop is None else loop.num_twins,
             duplicates=self.journal.duplicates,
             reason=reason,
             effective={} if loop is None else loop.effective,

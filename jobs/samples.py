@@ -1,7 +1,7 @@
-"""Several samples of each row: an input in which every row comes `num_samples` times in succession.
+"""Several samples of rows: an input in which every row comes as often as it has samples.
 
-To everything behind it a sample is a row of its own, with the index row index * num_samples +
-sample, so that samples are finished, resumed and retried one by one.
+To everything behind it a sample is a row of its own, with an index that counts all samples before
+it, so that samples are finished, resumed and retried one by one.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,7 +11,10 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 import pyarrow as pa
 
+from batchmla.errors import JobError
 from batchmla.jobs.row import Row
+from batchmla.jobs.sample_counts import ListedSamples, Numbers, Samples, fault_of, read_samples
+from batchmla.jobs.settings import ColumnRef
 
 if TYPE_CHECKING:
     from batchmla.jobs.seams import ScanResult, Table
@@ -26,12 +29,22 @@ class _Scanned:
     num_rows: int | None
 
 
-class SampledTable:
-    """A `Table` over another."""
+def sampled(table: "Table", given: int | ColumnRef) -> tuple["Table", Samples | None]:
+    """The input with the samples that sampling.n asks for, and their numbers; None: one each."""
+    samples = read_samples(given, table)
+    if samples is None:
+        return table, None
+    column = given.column if isinstance(given, ColumnRef) else None
+    return SampledTable(table, samples, column), samples
 
-    def __init__(self, table: "Table", num_samples: int) -> None:
+
+class SampledTable:
+    """A `Table` over another; `column` is where rows bring their numbers of samples, if they do."""
+
+    def __init__(self, table: "Table", samples: Samples, column: str | None = None) -> None:
         self._table = table
-        self._num_samples = num_samples
+        self._samples = samples
+        self._column = column
 
     @property
     def carried(self) -> pa.Schema:
@@ -40,44 +53,70 @@ class SampledTable:
 
     def scan(self, mode: Literal["auto", "full"]) -> "ScanResult":
         """With the number of samples."""
-        num_rows = self._table.scan(mode).num_rows
-        return _Scanned(None if num_rows is None else num_rows * self._num_samples)
+        return _Scanned(self._samples.total(self._table.scan(mode).num_rows))
 
     def rows(
         self, start: int, limit: int | None, columns: Sequence[str] | None = None
     ) -> Iterator[list[Row]]:
         """Samples from index `start` on, at most `limit`."""
-        end = None if limit is None else start + limit
-        first, count = start // self._num_samples, None
-        if end is not None:
-            count = -(-end // self._num_samples) - first
-        step = max(1, _BATCH_ROWS // self._num_samples)
+        if limit == 0:
+            return
+        first, count, end = self._samples.locate(start)[0], None, None
+        if limit is not None:
+            end = start + limit
+            count = self._samples.locate(end - 1)[0] - first + 1
+        if columns is not None and self._column is not None:
+            columns = list(dict.fromkeys([*columns, self._column]))
         for rows in self._table.rows(first, count, columns):
-            for place in range(0, len(rows), step):
-                samples = [
-                    sample
-                    for row in rows[place : place + step]
-                    for sample in self._samples(row)
-                    if sample.index >= start and (end is None or sample.index < end)
-                ]
-                if samples:
-                    yield samples
+            yield from self._batches(rows, start, end)
 
-    def _samples(self, row: Row) -> Iterator[Row]:
-        first = row.index * self._num_samples
-        for sample in range(self._num_samples):
-            yield row._replace(index=first + sample, sample=sample)
+    def _batches(self, rows: list[Row], start: int, end: int | None) -> Iterator[list[Row]]:
+        """The samples of rows in succession with start ≤ index < end."""
+        first = rows[0].index
+        index = self._samples.before(first)
+        counts = self._counts(first, first + len(rows)).tolist()
+        batch: list[Row] = []
+        for row, count in zip(rows, counts, strict=True):
+            checked = self._checked(row)
+            stop = count if end is None else min(count, end - index)
+            for sample in range(max(0, start - index), stop):
+                batch.append(checked._replace(index=index + sample, sample=sample))
+                if len(batch) == _BATCH_ROWS:
+                    yield batch
+                    batch = []
+            index += count
+        if batch:
+            yield batch
+
+    def _counts(self, first: int, stop: int) -> Numbers:
+        """Of the rows first ≤ row < stop, which have been counted before."""
+        counts = self._samples.of_rows(first, stop)
+        if len(counts) < stop - first:
+            raise JobError(
+                "the input has more rows than when it was first read: it was changed while the job "
+                "ran; run the same command again"
+            )
+        return counts
+
+    def _checked(self, row: Row) -> Row:
+        """With its error, if its number of samples is bad."""
+        if self._column is None or not isinstance(self._samples, ListedSamples):
+            return row
+        if not self._samples.is_bad(row.index):
+            return row
+        return row._replace(error=fault_of(row, self._column))
 
     def carried_batches(self, start: int) -> Iterator[pa.RecordBatch]:
         """Each row as often as it has samples."""
-        first, skipped = divmod(start, self._num_samples)
-        step = max(1, _BATCH_ROWS // self._num_samples)
-        for batch in self._table.carried_batches(first):
+        row, skipped = self._samples.locate(start)
+        step = max(1, _BATCH_ROWS // self._samples.most)
+        for batch in self._table.carried_batches(row):
             for place in range(0, batch.num_rows, step):
                 part = batch.slice(place, step)
-                order = np.repeat(np.arange(part.num_rows), self._num_samples)[skipped:]
+                counts = self._counts(row, row + part.num_rows)
+                order = np.repeat(np.arange(part.num_rows), counts)[skipped:]
                 yield part.take(pa.array(order))
-                skipped = 0
+                row, skipped = row + part.num_rows, 0
 
     def fingerprint(self) -> Mapping[str, str]:
         """As it is."""

@@ -149,13 +149,18 @@ class SamplingSettings(Section):
     logit_bias: Mapping[Count, Bias] | ColumnRef = {}
     bad_words: NonEmptyTexts | ColumnRef = ()
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | ColumnRef = 0
-    n: Positive = 1
+    n: Positive | ColumnRef = 1
     stop: NonEmptyTexts | ColumnRef = ()
     stop_token_ids: TokenIdList | ColumnRef = ()
     ignore_eos: bool | ColumnRef = False
     logprobs: Likely | ColumnRef | None = None
     prompt_logprobs: Likely | ColumnRef | None = None
     structured: StructuredSettings | None = None
+
+    @property
+    def is_n_listed(self) -> bool:
+        """Whether each row brings its own number of samples."""
+        return isinstance(self.n, ColumnRef)
 
     @property
     def scores(self) -> tuple[str, ...]:

@@ -237,7 +237,7 @@ def _format_faults(spec: JobSpec) -> Iterator[tuple[KeyPath, str]]:
             ("input", "columns"),
             "input.columns: output.format openai_batch carries no columns but the id; leave it out",
         )
-    if output.format == "openai_batch" and spec.sampling.n > 1:
+    if output.format == "openai_batch" and spec.sampling.n != 1:
         yield (
             ("sampling", "n"),
             "sampling.n: several samples in output.format openai_batch are not built yet; choose "

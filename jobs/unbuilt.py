@@ -26,10 +26,6 @@ def _is_hub(value: Any) -> bool:
     return isinstance(value, str) and value.startswith("hf://")
 
 
-def _is_mapped(value: Any) -> bool:
-    return isinstance(value, Mapping)
-
-
 def _equals(*refused: Any) -> Callable[[Any], bool]:
     def is_refused(value: Any) -> bool:
         return any(value == one and type(value) is type(one) for one in refused)
@@ -61,7 +57,6 @@ UNBUILT = (
     Unbuilt("model.parallel.expert", _differs(1), "leave it at 1"),
     Unbuilt("model.parallel.attention_data", _differs(1), "leave it at 1"),
     Unbuilt("model.speculative", _equals("mtp"), "leave it at off"),
-    Unbuilt("sampling.n", _is_mapped, "give one number for all rows"),
     Unbuilt("executor.kind", _equals("ray"), "leave it at local"),
     Unbuilt("executor.replicas", _differs(1), "leave it at 1"),
     Unbuilt("executor.address", lambda value: value not in (None, "auto"), "leave it at auto"),

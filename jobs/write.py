@@ -18,6 +18,7 @@ from batchmla.jobs.columns import COUNTS, output_schema, own_schema, with_sample
 from batchmla.jobs.journal import Journal, tally_of
 from batchmla.jobs.ledger import Ledger, Part, Tally
 from batchmla.jobs.part_file import JsonlParts, LineForm, ParquetParts, PartFile, PlainLines
+from batchmla.jobs.sample_counts import Samples
 from batchmla.jobs.store import Store, storage_errors
 
 GROUP_BYTES = 64 << 20  # of our columns in memory while a part is written
@@ -34,13 +35,14 @@ class PartFormat:
     compression: str
     format: Literal["parquet", "jsonl", "openai_batch"] = "parquet"
     lines: LineForm | None = None
-    num_samples: int = 1
+    has_sample: bool = False
+    samples: Samples | None = None  # known once the input was counted
     scores: Sequence[str] = ()
 
     @property
     def own(self) -> pa.Schema:
         """Our columns, unprefixed."""
-        return own_schema(self.token_ids, self.num_samples > 1, self.scores)
+        return own_schema(self.token_ids, self.has_sample, self.scores)
 
     @property
     def schema(self) -> pa.Schema:
@@ -48,7 +50,7 @@ class PartFormat:
         if self.format == "openai_batch":
             return self.own
         return output_schema(
-            self.carried, self.prefix, self.token_ids, self.num_samples > 1, self.scores
+            self.carried, self.prefix, self.token_ids, self.has_sample, self.scores
         )
 
     @property
@@ -201,7 +203,7 @@ class Writer:
                     f"{self.journal.folder}: segments with rows of {start}-{stop - 1} have gone "
                     f"while the job ran; run the same command again: these rows are done anew"
                 )
-            own = with_sample(own, self.form.num_samples)
+            own = with_sample(own, self.form.samples)
             yield self.carried.take(start, stop - start), own
 
     def _published_groups(self, part: Part) -> Iterator[tuple[pa.Table, pa.Table]]:
@@ -216,7 +218,7 @@ class Writer:
     def _retried_groups(self, part: Part, retried: pa.Table) -> Iterator[tuple[pa.Table, pa.Table]]:
         """(carried, ours) of a published part with the retried rows in place of the old ones."""
         retried_index = retried.column("index").to_numpy()
-        retried = with_sample(retried, self.form.num_samples).select(self.form.own.names)
+        retried = with_sample(retried, self.form.samples).select(self.form.own.names)
         start = part.start
         for carried, old in self._published_groups(part):
             low, high = np.searchsorted(retried_index, [start, start + old.num_rows])

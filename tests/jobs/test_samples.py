@@ -13,13 +13,14 @@ from scripted import ScriptedTable, sample_texts, write_rows
 from batchmla.core import Completion, Prompt
 from batchmla.errors import JobError
 from batchmla.jobs.prompt import stream_key
+from batchmla.jobs.sample_counts import EvenSamples
 from batchmla.jobs.samples import SampledTable
 
 
 @pytest.mark.parametrize("num_samples", [2, 3, 64, 1025])
 def test_every_row_comes_as_often_as_it_has_samples(tmp_path: Path, num_samples: int) -> None:
     plain: Any = ScriptedTable(write_rows(tmp_path / "in.parquet", sample_texts(25)))
-    table = SampledTable(plain, num_samples)
+    table = SampledTable(plain, EvenSamples(num_samples))
     assert table.scan("auto").num_rows == 25 * num_samples
     for start, limit in (
         (0, None),

@@ -69,7 +69,7 @@ def test_every_key_of_the_contract_exists() -> None:
     expected = {"name"} | set(sections)
     for section, keys in sections.items():
         expected |= {f"{section}.{key}" for key in keys.split()}
-    by_row = (*ROW_FIELDS, "logprobs", "prompt_logprobs")
+    by_row = (*ROW_FIELDS, "logprobs", "prompt_logprobs", "n")
     expected |= {f"sampling.{name}.column" for name in by_row}
     expected |= {f"sampling.structured.{kind}" for kind in (*KINDS, "column")}
     expected |= {f"sampling.structured.{kind}.column" for kind in KINDS}
@@ -238,7 +238,6 @@ def test_all_faults_come_at_once_in_the_order_of_the_file(tmp_path: Path) -> Non
         "model.path=s3://bucket/model", "model.parallel=auto",
         "model.parallel.tensor=2", "model.parallel.expert=8", "model.parallel.attention_data=2",
         "model.speculative=mtp",
-        "sampling.n={column: t}",
         "executor.kind=ray", "executor.replicas=2",
         "executor.replicas={min: 1, max: 8}", "executor.address=ray://x",
         "output.path=hf://someone/out",
