@@ -31,7 +31,8 @@ from batchmla.engine.group import Chunk, Limits
 from batchmla.engine.pace import Pace
 from batchmla.engine.sampler import Draw
 from batchmla.engine.sequence import Sequence as Row
-from batchmla.jobs.pack import Packer, Waiting
+from batchmla.jobs.pack import Packer
+from batchmla.jobs.pack_twins import Waiting
 from batchmla.kernels.cpu.sample import sample
 from batchmla.kv.layout import KVLayout, KVPart
 from batchmla.kv.pages import PageTable
@@ -143,12 +144,8 @@ def simulate(
     clock = Clock(machine, rows.output_tokens, is_serial=is_serial)
     engine = SimulatedEngine(machine, clock)
     if order in PACED:
-        engine._scheduler.pace = Pace(
-            costs=machine.costs,
-            flops_per_byte=machine.rates.flops_per_s / machine.rates.bytes_per_s,
-            least_tokens=machine.page_tokens,
-        )
-    packer = _packer(rows.prompts, machine, is_packed=order == "packed")
+        engine._scheduler.pace = pace_of(machine)
+    packer = make_packer(rows.prompts, is_packed=order.startswith("packed"))
     count = 0
     for completion in engine.generate(packer):
         _check(completion, rows)
@@ -176,7 +173,17 @@ def simulate(
     )
 
 
-def _packer(prompts: Sequence[Prompt], machine: Machine, *, is_packed: bool) -> Packer:
+def pace_of(machine: Machine) -> Pace:
+    """By the machine's rates."""
+    return Pace(
+        costs=machine.costs,
+        flops_per_byte=machine.rates.flops_per_s / machine.rates.bytes_per_s,
+        least_tokens=machine.page_tokens,
+    )
+
+
+def make_packer(prompts: Sequence[Prompt], *, is_packed: bool) -> Packer:
+    """The job's packer with all prompts in its window."""
     packer = Packer(
         order="auto" if is_packed else "input",
         window_rows=len(prompts) + 1,
@@ -210,9 +217,10 @@ ORDERS: dict[str, Callable[[Trace], list[int]] | None] = {
     "longest": _longest_first,
     "prefix": _prefix_only,
     "packed": None,
+    "packed-order": None,
     "paced": None,
 }
-PACED = ("packed", "paced")  # "paced" is input order with the packer's pace
+PACED = ("packed", "paced")  # the other two have one of both: the packed order, or the pace
 
 
 def cases(arguments: argparse.Namespace) -> list[tuple[str, Trace, Machine]]:
@@ -262,7 +270,7 @@ def main() -> None:
             outcome = simulate(trace, machine, order=order, is_serial=arguments.serial, bound=bound)
             outcomes.append(outcome)
             print(
-                f"  {order:8s} {outcome.seconds:9.1f} s"
+                f"  {order:12s} {outcome.seconds:9.1f} s"
                 f"  x{outcomes[0].seconds / outcome.seconds:.3f}"
                 f"  bound {outcome.bound_share:6.1%}  running {outcome.mean_running:6.1f}"
                 f"  pool {outcome.pool_use:5.1%}"

@@ -16,7 +16,9 @@ from batchmla.jobs.channel import Channel, Closed
 from batchmla.jobs.collector import rare_collections
 from batchmla.jobs.columns import Finished
 from batchmla.jobs.journal import Journal
-from batchmla.jobs.pack import Packer, Stopped, Waiting
+from batchmla.jobs.pack import Packer, Stopped
+from batchmla.jobs.pack_future import PrefixFuture
+from batchmla.jobs.pack_twins import Waiting
 from batchmla.jobs.row import Row
 from batchmla.jobs.rowtext import RowText
 from batchmla.jobs.seams import LoadedEngine, Table
@@ -35,6 +37,7 @@ class _Source:
     """The packer as the engine sees it: never left in its middle by a signal."""
 
     take: Callable[..., Sequence[Prompt]]
+    foresee: Callable[[int], PrefixFuture | None]
 
 
 class Loop:
@@ -83,6 +86,11 @@ class Loop:
         bounds = [each for each in (self.num_rows, self._limit) if each is not None]
         return min(bounds) if self.num_rows is not None or self._limit is not None else None
 
+    @property
+    def num_twins(self) -> int:
+        """Rows of this run that took an equal row's completion."""
+        return self._packer.num_twins
+
     def look(self) -> EngineStats:
         """The engine's counts now, from any thread."""
         engine = self._engine
@@ -124,17 +132,15 @@ class Loop:
         self.effective = {**loaded.effective, **self._text.effective}
         self._engine, self.phase = engine, "running"
         started_s = time.monotonic()
-        source = _Source(take=self._signals.guarded(self._take))
+        source = _Source(self._signals.guarded(self._take), self._packer.foresee)
         completions = engine.generate(source)
         try:
             while not self._is_halted:
                 completion = self._signals.interruptibly(next, completions, None)
                 if completion is None:
                     break
-                num_tokens = len(completion.token_ids)
-                if completion.error is None:
-                    self._packer.estimate.add(num_tokens)
-                self._channel.put(completion, 4 * num_tokens + _ROW_BYTES)
+                self._packer.learn(completion)
+                self._channel.put(completion, 4 * len(completion.token_ids) + _ROW_BYTES)
         except Closed:
             pass
         finally:
@@ -219,9 +225,9 @@ class Loop:
 
     def _rows_of(self, items: Sequence[Finished | Completion]) -> Iterator[Finished]:
         completions = [item for item in items if isinstance(item, Completion)]
-        found = iter(self._packer.finish(completions))
-        for item in items:
-            yield item if isinstance(item, Finished) else self._columns(next(found), item)
+        yield from (item for item in items if isinstance(item, Finished))
+        for waiting, completion in self._packer.finish(completions):
+            yield self._columns(waiting, completion)
 
     def _keep(self, row: Finished) -> None:
         num_bytes = _ROW_BYTES + len(row.reasoning or "") + len(row.content or "")

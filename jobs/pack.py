@@ -7,31 +7,20 @@ packed order. Bounded in bytes, and in how far a prompt may lie ahead of the old
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from batchmla.core import Completion, Prompt
 from batchmla.jobs.estimate import LengthEstimate
-from batchmla.jobs.pack_order import packed_order
+from batchmla.jobs.pack_future import PrefixFuture
+from batchmla.jobs.pack_order import find_neighbours, packed_order
+from batchmla.jobs.pack_twins import Twins, Waiting
 
 WINDOW_BYTES = 256 << 20  # of int32 prompt ids
-_PROMPT_BYTES = 400  # of the objects around the ids
 _WAIT_S = 0.5
 
 
 class Stopped(Exception):
     """The run is ending: no prompt is taken any more."""
-
-
-class Waiting(NamedTuple):
-    """A prompt with its row's place in the input."""
-
-    prompt: Prompt
-    file: int
-    number: int
-
-    @property
-    def num_bytes(self) -> int:
-        return 4 * len(self.prompt.token_ids) + _PROMPT_BYTES
 
 
 class Packer:
@@ -47,6 +36,7 @@ class Packer:
         order: Literal["auto", "input"],
         window_rows: int,
         window_bytes: int = WINDOW_BYTES,
+        dedupe: bool = False,
         is_stopping: Callable[[], bool] = lambda: False,
     ) -> None:
         self.estimate = LengthEstimate()
@@ -62,6 +52,8 @@ class Packer:
             deque()
         )  # indices in input order, the finished ones lazily gone
         self._finished: set[int] = set()  # of those, behind the oldest unfinished
+        self._future: PrefixFuture | None = None
+        self._twins = Twins() if dedupe else None
         self._wanted: tuple[int, int] | None = None  # index and bytes a waiting reader has
         self._is_hungry = False  # the engine waits
         self._is_ended = False
@@ -107,9 +99,19 @@ class Packer:
                 part = [self._ready.popleft() for _ in range(count)]
                 self._waiting_bytes -= sum(each.num_bytes for each in part)
                 taken += part
+                if self._future is not None:
+                    self._future.take(count)
             self._taken.update((each.prompt.index, each) for each in taken)
             self._wake_reader()
         return [self._with_length(each.prompt) for each in taken]
+
+    def foresee(self, page_tokens: int) -> PrefixFuture | None:
+        """Of the pages that prompts of the window share; asked before the first prompt is taken.
+
+        Used in the thread that takes the prompts.
+        """
+        self._future = PrefixFuture(page_tokens) if self._order == "auto" else None
+        return self._future
 
     def has_prompt(self) -> bool:
         """Waits until a prompt is there (true) or none will come (false)."""
@@ -121,16 +123,22 @@ class Packer:
         if completion.error is None:
             self.estimate.add(len(completion.token_ids))
 
-    def finish(self, completions: Sequence[Completion]) -> list[Waiting]:
-        """Takes note of finished rows and returns what was put for each."""
-        indices = [completion.index for completion in completions]
+    def finish(self, completions: Sequence[Completion]) -> list[tuple[Waiting, Completion]]:
+        """Takes note of finished rows and returns what was put for each, and for its twins."""
         with self._lock:
-            found = list(map(self._taken.pop, indices))
-            self._finished.update(indices)
+            found = [(self._taken.pop(each.index), each) for each in completions]
+            if self._twins is not None:
+                found += [pair for each in completions for pair in self._twins.ended(each)]
+            self._finished.update(each.index for _, each in found)
             while self._unfinished and self._unfinished[0] in self._finished:
                 self._finished.remove(self._unfinished.popleft())
             self._wake_reader()
         return found
+
+    @property
+    def num_twins(self) -> int:
+        """Rows that were not run, because an equal one was."""
+        return 0 if self._twins is None else self._twins.count
 
     def stop(self) -> None:
         """Lets both sides go: `put` raises, `take` gives nothing."""
@@ -153,6 +161,9 @@ class Packer:
         if self._is_stopped:
             raise Stopped
         self._unfinished.extend(each.prompt.index for each in prompts)
+        if self._twins is not None:
+            prompts = [each for each in prompts if not self._twins.joins(each)]
+            num_bytes = sum(each.num_bytes for each in prompts)
         self._next.extend(prompts)
         self._waiting_bytes += num_bytes
 
@@ -212,9 +223,15 @@ class Packer:
             count = min(count, max(1, len(self._next) // 2))
         gathered, self._next = self._next[:count], self._next[count:]
         if self._order == "auto":
-            prompts = [each.prompt for each in gathered]
-            lengths = [self.estimate.expected(prompt.params) for prompt in prompts]
-            is_last = self._is_ended and not self._next
-            order = packed_order(prompts, lengths, is_last=is_last)
-            gathered = [gathered[position] for position in order]
+            gathered = self._packed(gathered)
         self._ready.extend(gathered)
+
+    def _packed(self, gathered: list[Waiting]) -> list[Waiting]:
+        prompts = [each.prompt for each in gathered]
+        lengths = [self.estimate.expected(prompt.params) for prompt in prompts]
+        neighbours = find_neighbours(prompts)
+        is_last = self._is_ended and not self._next
+        order = packed_order(prompts, lengths, neighbours=neighbours, is_last=is_last)
+        if self._future is not None:
+            self._future.plan(prompts, neighbours, order)
+        return [gathered[position] for position in order]

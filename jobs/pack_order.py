@@ -41,15 +41,31 @@ class _Mixture:
         self.lean += own_tokens - self.prompts_per_output * output_tokens
 
 
+@dataclass(frozen=True, slots=True)
+class Neighbours:
+    """Prompts sorted by their ids: `order` holds their positions; the one at `place` has
+    `common[place]` leading tokens in common with the one before it, and `best[place]` with one of
+    its two neighbours.
+    """
+
+    order: Sequence[int]
+    common: Sequence[int]
+    best: Sequence[int]
+
+
 def packed_order(
-    prompts: Sequence[Prompt], output_tokens: Sequence[int], *, is_last: bool = False
+    prompts: Sequence[Prompt],
+    output_tokens: Sequence[int],
+    *,
+    neighbours: Neighbours | None = None,
+    is_last: bool = False,
 ) -> list[int]:
     """Positions of `prompts` in the order to admit them; each is expected to generate so many
     tokens. `is_last`: no prompt follows, so that the end is drained.
     """
     if not prompts:
         return []
-    groups = prefix_groups(prompts, output_tokens)
+    groups = prefix_groups(prompts, output_tokens, neighbours or find_neighbours(prompts))
     order = list(_mix_groups(groups))
     if is_last:
         start = len(order) - min(DRAIN_ROWS, len(order) // 4)
@@ -57,26 +73,35 @@ def packed_order(
     return order
 
 
-def prefix_groups(prompts: Sequence[Prompt], output_tokens: Sequence[int]) -> list[PrefixGroup]:
-    """Neighbours by their ids part where they have less than half in common of what one of them
-    shares with its other neighbour.
-    """
+def find_neighbours(prompts: Sequence[Prompt]) -> Neighbours:
+    """Sorts by the beginnings and compares each prompt with the next."""
     ids = [prompt.token_ids for prompt in prompts]
     keys = [each[:KEY_TOKENS].tobytes() for each in ids]
     order = sorted(range(len(keys)), key=keys.__getitem__)
     common = [0, *(_common(ids[a], ids[b]) for a, b in pairwise(order)), 0]
-    best = [max(pair) for pair in pairwise(common)]
+    return Neighbours(order, common[:-1], [max(pair) for pair in pairwise(common)])
+
+
+def prefix_groups(
+    prompts: Sequence[Prompt], output_tokens: Sequence[int], neighbours: Neighbours
+) -> list[PrefixGroup]:
+    """Neighbours part where they have less than half in common of what one of them shares with its
+    other neighbour.
+    """
+    order, common, best = neighbours.order, neighbours.common, neighbours.best
     groups: list[PrefixGroup] = []
     first = 0
     for end in range(1, len(order) + 1):
-        shared = common[end]
-        is_near = end < len(order) and 2 * shared >= max(best[end - 1], best[end])
-        if is_near and shared >= LEAST_SHARED:
-            continue
+        if end < len(order):
+            shared = common[end]
+            is_near = 2 * shared >= max(best[end - 1], best[end])
+            if is_near and shared >= LEAST_SHARED:
+                continue
         members = order[first:end]
-        own = [len(ids[m]) - common[first + k] for k, m in enumerate(members)]
-        own[0] = len(ids[members[0]])
-        groups.append(PrefixGroup(members, own, [output_tokens[m] for m in members]))
+        lengths = [len(prompts[member].token_ids) for member in members]
+        own = [length - common[first + place] for place, length in enumerate(lengths)]
+        own[0] = lengths[0]
+        groups.append(PrefixGroup(members, own, [output_tokens[member] for member in members]))
         first = end
     return groups
 

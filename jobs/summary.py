@@ -38,6 +38,7 @@ class Summary:
     preemptions: int
     engine_steps: int
     duplicates: int  # rows that two segments held; one was taken
+    deduped: int = 0  # rows of this run that took the completion of an equal greedy prompt
     reason: str | None = None  # why the job did not end with exit code 0
     effective: Mapping[str, Any] = field(default_factory=dict)
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -56,6 +57,8 @@ class Summary:
                 f"this run: {self.rows_this_run:,} rows, {self.generated_tokens:,} generated "
                 f"tokens in {self.engine_seconds:.1f} s{rate}, {self.preemptions:,} preemptions"
             )
+        if self.deduped:
+            found.append(f"{self.deduped:,} of them took the completion of an equal greedy prompt")
         if self.reason:
             found.append(self.reason)
         return found
@@ -79,6 +82,7 @@ def make_summary(
     reason: str | None,
     effective: Mapping[str, Any],
     settings: Mapping[str, Any],
+    deduped: int = 0,
 ) -> Summary:
     """Puts the sums together."""
     rate = stats.generated_tokens / engine_s if engine_s > 0 and stats.generated_tokens else None
@@ -101,6 +105,7 @@ def make_summary(
         preemptions=stats.preemptions,
         engine_steps=stats.steps,
         duplicates=duplicates,
+        deduped=deduped,
         reason=reason,
         effective=dict(effective),
         settings=dict(settings),

@@ -15,6 +15,7 @@ from batchmla.engine.group import Chunk, Group, Limits
 from batchmla.engine.lengths import LengthEstimator
 from batchmla.engine.pace import Pace
 from batchmla.engine.sequence import Sequence, failed
+from batchmla.engine.source import ForesightSource
 from batchmla.kv.pages import PageTable
 
 
@@ -56,6 +57,13 @@ class Scheduler:
         is_open = not self._is_full and not self._preempted
         places = self.limits.max_num_seqs - self.num_running if is_open else 0
         return max(0, places + max(2, self.limits.max_num_seqs // 8) - len(self._waiting))
+
+    def look_ahead(self, source: object) -> None:
+        """Lets the pages that the source's prompts will want outlast others, if it can tell."""
+        pages = self.group.pages
+        pages.future = None
+        if self.limits.prefix_caching and isinstance(source, ForesightSource):
+            pages.future = source.foresee(pages.page_tokens)
 
     def add(self, prompt: Prompt) -> Completion | None:
         """Queues a prompt; a completion if it can never run or has nothing to generate."""

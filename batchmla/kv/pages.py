@@ -1,17 +1,29 @@
 """Who holds which page of the KV pool: allocate, share by content, free. Host only, no tensors.
 A page is in one of three states: held (one or more references), idle (no reference, but published
 under the hash of its content, so that a later sequence can take it again) or blank (free, content
-unknown). Idle pages are turned blank, least recently used first, only when blank ones run out.
+unknown). Idle pages are turned blank only when blank ones run out: least recently used first, but
+last those of which it is known that they are wanted again, the ones wanted latest before others.
 """
 
+import heapq
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from hashlib import blake2b
+from itertools import islice
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 PageHash = bytes
+
+
+class Future(Protocol):
+    """What is known of the prompts to come."""
+
+    def next_use(self, name: PageHash) -> int | None:
+        """When the page is wanted next: the lower the sooner. None: not that is known."""
+        ...
 
 
 def page_hash(parent: PageHash, token_ids: npt.NDArray[np.int32]) -> PageHash:
@@ -42,6 +54,7 @@ class PageTable:
         self.refs = [0] * num_pages
         self._hash_of: list[PageHash | None] = [None] * num_pages
         self._page_of: dict[PageHash, int] = {}
+        self.future: Future | None = None
         self._idle: OrderedDict[int, None] = OrderedDict()  # oldest first
         self._is_blank_P = np.ones(num_pages, bool)
         self._num_blank = num_pages
@@ -151,11 +164,37 @@ class PageTable:
             self._hash_of[page] = None
 
     def _evict(self, count: int) -> None:
-        for _ in range(count):
-            page, _none = self._idle.popitem(last=False)
+        chosen = self._unwanted(count)
+        if len(chosen) < count:
+            chosen += self._wanted_last(count - len(chosen), chosen)
+        for page in chosen:
+            del self._idle[page]
             self._withdraw(page)
             self._is_blank_P[page] = True
         self._num_blank += count
+
+    def _unwanted(self, count: int) -> list[int]:
+        """Up to `count` idle pages that nobody is known to want, oldest first."""
+        if self.future is None:
+            return list(islice(self._idle, count))
+        chosen: list[int] = []
+        wanted: list[int] = []
+        for page in self._idle:
+            if len(chosen) == count:
+                break
+            (chosen if self._next_use(page) is None else wanted).append(page)
+        for page in wanted:  # not looked at again before the others
+            self._idle.move_to_end(page)
+        return chosen
+
+    def _wanted_last(self, count: int, besides: list[int]) -> list[int]:
+        """The idle pages, not `besides`, whose next use is furthest away."""
+        others = set(self._idle).difference(besides)
+        return heapq.nlargest(count, sorted(others), key=lambda page: self._next_use(page) or 0)
+
+    def _next_use(self, page: int) -> int | None:
+        name = self._hash_of[page]
+        return None if self.future is None or name is None else self.future.next_use(name)
 
     def _take(self, pages: list[int]) -> None:
         for page in pages:

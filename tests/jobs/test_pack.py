@@ -9,7 +9,8 @@ import pytest
 from batchmla.core import Budget, Completion, FinishReason, Prompt, SamplingParams
 from batchmla.jobs.channel import Channel, Closed
 from batchmla.jobs.estimate import LengthEstimate
-from batchmla.jobs.pack import Packer, Stopped, Waiting
+from batchmla.jobs.pack import Packer, Stopped
+from batchmla.jobs.pack_twins import Waiting
 
 
 def prompt(index: int, ids: list[int], **params: object) -> Prompt:
@@ -206,7 +207,7 @@ def test_many_prompts_at_once_are_put_as_one_by_one() -> None:
         ]
         done = [completion(each.index) for each in taken]
         assert alone.finish(done) == together.finish(done)
-        assert [each.prompt.index for each in alone.finish([])] == []
+        assert alone.finish([]) == []
     assert not together.take(7, wait=True)
 
 
@@ -221,3 +222,69 @@ def test_a_batch_beyond_the_window_goes_in_as_room_comes() -> None:
         packer.finish([completion(each.index) for each in taken])
     thread.join(5)
     assert seen == list(range(40))
+
+
+def dedupe(prompts: list[Prompt]) -> tuple[Packer, list[int]]:
+    """A packer with these prompts, and which of them reach the engine."""
+    packer = Packer(order="input", window_rows=1000, dedupe=True)
+    packer.put([Waiting(each, 0, each.index) for each in prompts])
+    return packer, [each.index for each in packer.take(100, wait=False)]
+
+
+def test_equal_greedy_prompts_run_once_and_every_row_gets_the_completion() -> None:
+    greedy = {"temperature": 0.0, "max_tokens": 9}
+    prompts = [prompt(i, [i % 3, 5, 6], **greedy) for i in range(9)]
+    packer, run = dedupe(prompts)
+    assert run == [0, 1, 2]
+    assert prompts[3].token_ids is prompts[0].token_ids
+    found = packer.finish([completion(1, 7), completion(0, 4)])
+    assert sorted((w.prompt.index, c.index, len(c.token_ids)) for w, c in found) == [
+        (0, 0, 4), (1, 1, 7), (3, 3, 4), (4, 4, 7), (6, 6, 4), (7, 7, 7),
+    ]  # fmt: skip
+    assert [c.row_id for w, c in found] == [w.prompt.row_id for w, c in found]
+    assert packer.num_twins == 4
+    packer.put([Waiting(prompt(9, [0, 5, 6], **greedy), 0, 9)])
+    assert [each.index for each in packer.take(9, wait=False)] == [9], "row 0 has ended"
+
+
+def test_prompts_that_differ_in_anything_run_by_themselves() -> None:
+    same = [1, 2, 3]
+    prompts = [
+        prompt(0, same, temperature=0.0),
+        prompt(1, [1, 2], temperature=0.0),
+        prompt(2, same, temperature=0.0, max_tokens=5),
+        prompt(3, same, temperature=0.5),
+        prompt(4, same, temperature=0.5),
+        prompt(5, same, temperature=0.0, repetition_penalty=1.1),
+    ]
+    assert dedupe(prompts)[1] == [0, 1, 2, 3, 4, 5]
+    packer = Packer(order="input", window_rows=1000)
+    packer.put([Waiting(prompt(i, same, temperature=0.0), 0, i) for i in range(3)])
+    assert len(packer.take(9, wait=False)) == 3, "nothing is left out unless asked for"
+
+
+def test_a_failure_names_the_row_that_it_is_of() -> None:
+    prompts = [prompt(i, [1, 2], temperature=0.0) for i in range(2)]
+    packer, _ = dedupe(prompts)
+    failed = Completion(
+        row_id="d0", index=0, token_ids=np.zeros(0, np.int32), finish_reason=FinishReason.ERROR,
+        prompt_tokens=2, error="row d0: no logits",
+    )  # fmt: skip
+    assert [c.error for _, c in packer.finish([failed])] == [
+        "row d0: no logits",
+        "row d1: no logits",
+    ]
+
+
+def test_twins_hold_the_window_until_their_leader_ends() -> None:
+    packer = Packer(order="input", window_rows=4, dedupe=True)
+    put: list[int] = []
+    thread = put_all(packer, [prompt(i, [1], temperature=0.0) for i in range(8)], put)
+    assert settle(put) == 4
+    (leader,) = packer.take(9, wait=True)
+    packer.finish([completion(leader.index)])
+    assert settle(put) == 8
+    assert [each.index for each in packer.take(9, wait=True)] == [4]
+    packer.finish([completion(4)])
+    thread.join(5)
+    assert packer.num_twins == 6 and packer.take(9, wait=True) == ()

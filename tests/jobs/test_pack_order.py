@@ -7,7 +7,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchmla.core import Prompt, SamplingParams
-from batchmla.jobs.pack_order import DRAIN_ROWS, MIXED_ROWS, packed_order, prefix_groups
+from batchmla.jobs.pack_order import (
+    DRAIN_ROWS,
+    MIXED_ROWS,
+    PrefixGroup,
+    find_neighbours,
+    packed_order,
+    prefix_groups,
+)
 
 
 def prompt(index: int, ids: list[int] | np.ndarray) -> Prompt:
@@ -17,6 +24,10 @@ def prompt(index: int, ids: list[int] | np.ndarray) -> Prompt:
 
 def prompts_of(documents: list[list[int]], count: int) -> list[Prompt]:
     return [prompt(i, documents[i % len(documents)] + [90_000 + i] * 9) for i in range(count)]
+
+
+def groups_of(prompts: list[Prompt]) -> list[PrefixGroup]:
+    return prefix_groups(prompts, [1] * len(prompts), find_neighbours(prompts))
 
 
 def changes(order: list[int], kinds: int) -> int:
@@ -32,7 +43,7 @@ def test_rows_of_one_prefix_stay_together() -> None:
 
 def test_a_group_knows_what_its_rows_compute_themselves() -> None:
     documents = [list(range(1000 * n, 1000 * n + 64)) for n in range(2)]
-    groups = prefix_groups(prompts_of(documents, 8), [1] * 8)
+    groups = groups_of(prompts_of(documents, 8))
     assert sorted(map(len, (group.positions for group in groups))) == [4, 4]
     for group in groups:
         assert list(group.own_tokens) == [73, 9, 9, 9]
@@ -41,17 +52,17 @@ def test_a_group_knows_what_its_rows_compute_themselves() -> None:
 def test_a_short_common_beginning_makes_no_group() -> None:
     header = list(range(40))
     documents = [header + list(range(1000 * n, 1000 * n + 200)) for n in range(1, 4)]
-    groups = prefix_groups(prompts_of(documents, 30), [1] * 30)
+    groups = groups_of(prompts_of(documents, 30))
     assert [len(group.positions) for group in groups] == [10, 10, 10]
     alone = [prompt(i, [*range(20), 500 + i, *range(900)]) for i in range(4)]
-    assert [len(group.positions) for group in prefix_groups(alone, [1] * 4)] == [1] * 4
+    assert [len(group.positions) for group in groups_of(alone)] == [1] * 4
 
 
 def test_prompts_of_one_system_prompt_are_one_group_however_long_they_are() -> None:
     system = list(range(300))
     rng = np.random.default_rng(0)
     prompts = [prompt(i, [*system, *rng.integers(900, 9999, 50 * i).tolist()]) for i in range(40)]
-    assert len(prefix_groups(prompts, [1] * 40)) == 1
+    assert len(groups_of(prompts)) == 1
 
 
 def lean(order: list[int], prompts: list[Prompt], outputs: list[int]) -> float:

@@ -121,3 +121,48 @@ def test_any_history_keeps_every_page_in_one_state(data: st.DataObject, num_page
         assert table.used_pages == int((counted > 0).sum())
         everything = [*table._idle, *np.flatnonzero(table._is_blank_P), *np.flatnonzero(counted)]
         assert sorted(everything) == list(range(num_pages))
+
+
+class Known:
+    """A future from a table of hashes."""
+
+    def __init__(self, ranks: dict[bytes, int]) -> None:
+        self.ranks = ranks
+
+    def next_use(self, name: bytes) -> int | None:
+        return self.ranks.get(name)
+
+
+def idle_table(count: int) -> tuple[PageTable, list[bytes]]:
+    """A full pool of idle pages, released in order, one content each."""
+    table = PageTable(count, 1)
+    names = [index.to_bytes(16, "little") for index in range(count)]
+    pages = table.allocate(count)
+    for page, name in zip(pages, names, strict=True):
+        table.publish(page, name)
+        table.release([page], keep=1)
+    return table, names
+
+
+def test_pages_wanted_again_outlast_others_and_the_latest_of_them_goes_first() -> None:
+    table, names = idle_table(6)
+    table.future = Known({names[0]: 7, names[2]: 3, names[3]: 9})
+    gone = []
+    for _ in range(6):
+        table.allocate(1)
+        gone.append(next(n for n in range(6) if not table.match([names[n]]) and n not in gone))
+    assert gone == [1, 4, 5, 3, 0, 2]
+    assert table.available_pages == 0
+
+
+def test_several_pages_at_once_and_a_future_that_changes() -> None:
+    table, names = idle_table(6)
+    table.future = Known({names[n]: 10 - n for n in range(6)})
+    table.allocate(2)
+    assert [n for n in range(6) if not table.match([names[n]])] == [0, 1]
+    table.future = Known({names[2]: 1, names[5]: 1})
+    table.allocate(2)
+    assert [n for n in range(6) if table.match([names[n]])] == [2, 5]
+    table.future = None
+    table.allocate(1)
+    assert sum(bool(table.match([name])) for name in names) == 1

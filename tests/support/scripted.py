@@ -128,7 +128,7 @@ class ScriptedEngine:
         self.is_closed = True
 
 
-PARAMS = SamplingParams(max_tokens=64)
+PARAMS = SamplingParams(max_tokens=64, stop_ids=frozenset((0,)))  # it may end earlier
 
 
 class ScriptedText:
