@@ -87,3 +87,11 @@ class Rope:
         if self.spec.multiplier != 1.0:
             cos_TR, sin_TR = cos_TR * self.spec.multiplier, sin_TR * self.spec.multiplier
         return cos_TR, sin_TR
+
+
+class NoRope(Rope):
+    """For rows that keep their content wherever they stand: every angle is 0."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(RopeSpec(width=width, theta=1.0))
+        self._frequencies_R.zero_()

@@ -20,6 +20,7 @@ ARCHITECTURES = {
     "DeepseekV4ForCausalLM": "deepseek_v4",
     "MiniMaxM2ForCausalLM": "minimax_m2",
     "MiniMaxM3SparseForConditionalGeneration": "minimax_m3",
+    "KimiLinearForCausalLM": "kimi_linear",
 }
 
 

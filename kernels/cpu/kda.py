@@ -42,7 +42,8 @@ def gates(
     z_TX = forget_TX.float() + bias_X.float()
     softplus_TX = z_TX.abs().neg_().exp_().log1p_().add_(z_TX.clamp_(min=0))
     rate_H1 = log_rate_H.float().exp().neg_()[:, None]
-    return softplus_TX.unflatten(1, (len(log_rate_H), -1)).mul_(rate_H1), sigmoid(write_TH.float())
+    decay_THD = softplus_TX.view(len(z_TX), len(rate_H1), -1).mul_(rate_H1)
+    return decay_THD, sigmoid(write_TH.float())
 
 
 def gated_norm(
@@ -55,7 +56,7 @@ def gated_norm(
 def unit(x_THD: torch.Tensor, length: float = 1.0) -> torch.Tensor:
     """Float32 vectors of that length."""
     wide_THD = x_THD.float()
-    scale_TH1 = torch.linalg.vector_norm(wide_THD, dim=-1, keepdim=True)
+    scale_TH1: torch.Tensor = torch.linalg.vector_norm(wide_THD, dim=-1, keepdim=True)
     return wide_THD * scale_TH1.square_().add_(LENGTH_EPS).rsqrt_().mul_(length)
 
 
@@ -122,8 +123,8 @@ def delta_by_tokens(
         lanes_1 = torch.from_numpy(rows.lanes_S[sequence : sequence + 1]).to(q_THD.device)
         state_1HDD = _held(state_LHX, lanes_1, rows.is_first_S[sequence : sequence + 1])
         for row in range(starts[sequence], starts[sequence + 1]):
-            token = (x[row : row + 1] for x in inputs)
-            out_THD[row] = run_token(*token, state_1HDD)[0]
+            q, k, v, keep, beta = (x[row : row + 1] for x in inputs)
+            out_THD[row] = run_token(q, k, v, keep, beta, state_1HDD)[0]
         state_LHX.index_copy_(0, lanes_1, state_1HDD.flatten(2))
     return out_THD
 
@@ -144,7 +145,7 @@ def _held(
     state_NHX = state_LHX.index_select(0, lanes_N)
     state_NHX[torch.from_numpy(is_first_N).to(lanes_N.device)] = 0
     width = round(state_LHX.shape[2] ** 0.5)
-    return state_NHX.unflatten(2, (width, width))
+    return state_NHX.view(*state_NHX.shape[:2], width, width)
 
 
 Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
@@ -182,7 +183,7 @@ def _run_blocks(
         own_NC = np.minimum(offsets_NC, counts_N[:active, None] - 1) + starts_N[:active, None]
         rows_X = torch.from_numpy(own_NC.ravel()).to(out_THD.device)
         q, k, v, decay, beta = (
-            x.index_select(0, rows_X).unflatten(0, (active, size)) for x in inputs
+            x.index_select(0, rows_X).view(active, size, *x.shape[1:]) for x in inputs
         )
         if not is_there_NC.all():
             is_absent_NC = torch.from_numpy(~is_there_NC).to(out_THD.device)

@@ -48,7 +48,7 @@ def run_block(
     left_GCD = _decayed(last_G1D - sum_GCD).mul_(k)
     state_GDD.mul_(_decayed(last_G1D).transpose(1, 2))
     state_GDD.baddbmm_(left_GCD.transpose(1, 2), u_GCD)
-    return out_GCD.unflatten(0, (shape[0], shape[2])).transpose(1, 2)
+    return out_GCD.view(shape[0], shape[2], shape[1], -1).transpose(1, 2)
 
 
 def scores(
@@ -71,7 +71,8 @@ def scores(
         products = torch.matmul(late, early.transpose(2, 3))  # [G, P, 2 * half, half]
         both = found_G2CC.view(num_heads, 2, pairs, 2, half, pairs, 2, half)
         place = both.diagonal(dim1=2, dim2=5)[:, :, 1, :, 0]  # [G, 2, half, half, P]
-        place.copy_(products.unflatten(2, (2, half)).permute(0, 2, 3, 4, 1))
+        by_kind = products.view(num_heads, pairs, 2, half, half)
+        place.copy_(by_kind.permute(0, 2, 3, 4, 1))
         half //= 2
     k_scores_GCC, q_scores_GCC = found_G2CC.unbind(1)
     q_scores_GCC.diagonal(dim1=1, dim2=2).copy_((q_GCD * k_GCD).sum(dim=-1))

@@ -21,7 +21,8 @@ def gates(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """softplus(z) = log(1 + exp(z))."""
     z_TX = forget_TX.float() + bias_X.float()
-    softplus_THD = torch.logaddexp(z_TX, torch.zeros_like(z_TX)).unflatten(1, (len(log_rate_H), -1))
+    softplus_TX = torch.logaddexp(z_TX, torch.zeros_like(z_TX))
+    softplus_THD = softplus_TX.view(len(z_TX), len(log_rate_H), -1)
     decay_THD = -torch.exp(log_rate_H.float())[:, None] * softplus_THD
     return decay_THD, torch.sigmoid(write_TH.float())
 
@@ -44,7 +45,7 @@ def delta(
     out_THD = torch.empty_like(v_THD)
     starts = rows.starts_S1.tolist()
     for sequence, lane in enumerate(rows.lanes_S.tolist()):
-        state_HDD = state_LHX[lane].unflatten(-1, (k_THD.shape[-1], -1))
+        state_HDD = state_LHX[lane].view(*k_THD.shape[1:], -1)
         if rows.is_first_S[sequence]:
             state_HDD = torch.zeros_like(state_HDD)
         for row in range(starts[sequence], starts[sequence + 1]):

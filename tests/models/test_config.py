@@ -237,7 +237,7 @@ def test_scales_of_published_models() -> None:
     assert (read(MINIMAX_M2).rope.width, read(MINIMAX_M2).dtype) == (64, "bfloat16")
 
 
-@pytest.mark.parametrize("name", TINY)
+@pytest.mark.parametrize("name", [name for name in TINY if name != "kimi_linear"])  # no rope
 def test_rope_frequencies_equal_the_oracle(name: str) -> None:
     config = read(raw_config(name))
     rotary = make_oracle(name).model.rotary_emb

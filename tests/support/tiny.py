@@ -89,6 +89,16 @@ MINIMAX_M2 = QWEN2 | {
     "head_dim": 32, "rotary_dim": 16, "intermediate_size": 32, "num_local_experts": 8,
     "num_experts_per_tok": 2, "rope_parameters": {"rope_type": "default", "rope_theta": 5e6},
 }  # fmt: skip
+KIMI_LINEAR = COMMON | {
+    "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 4,
+    "q_lora_rank": None, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
+    "v_head_dim": 16, "intermediate_size": 96, "moe_intermediate_size": 32, "num_experts": 8,
+    "num_experts_per_token": 2, "num_shared_experts": 1, "num_expert_group": 1, "topk_group": 1,
+    "moe_renormalize": True, "routed_scaling_factor": 2.446, "rms_norm_eps": 1e-3,
+    "linear_num_heads": 4, "linear_head_dim": 16, "linear_conv_kernel_dim": 4,
+    "layer_types": [*["linear_attention"] * 3, "full_attention"],
+    "mlp_layer_types": ["dense", *["sparse"] * 3], "pad_token_id": 2,
+}  # fmt: skip
 # a row reads 3 blocks of 4 keys; index heads are partly rotated
 MINIMAX_M3 = COMMON | {
     "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -116,6 +126,7 @@ TINY = {
     "k2": ("DeepseekV3ForCausalLM", K2),
     "v32": ("DeepseekV32ForCausalLM", V32),
     "v4": ("DeepseekV4ForCausalLM", V4),
+    "kimi_linear": ("KimiLinearForCausalLM", KIMI_LINEAR),
     "v32_wide": (
         "DeepseekV32ForCausalLM",
         V32
@@ -131,11 +142,12 @@ TINY = {
 }
 # the two flavours by their simplest families: what tests run in every combination
 # families whose windows and states lie in lanes: prefixes are not found again there
-WITH_LANES = ("v4",)
+WITH_LANES = ("v4", "kimi_linear")
 # lengths at the edges of what a family reads
 EDGES = {
     "minimax_m3": (1, 11, 12, 13, 17, 96),
     "v4": (1, 3, 4, 9, 17, 96),
+    "kimi_linear": (1, 4, 5, 64, 65, 200),
     "v32": (1, 7, 8, 9, 17, 96),
     "v32_wide": (1, 39, 40, 41, 17, 96),
 }
@@ -175,6 +187,10 @@ def randomise(oracle: torch.nn.Module, seed: int) -> None:
                 shuffled = torch.rand(len(value), oracle.config.n_routed_experts,
                                       generator=generator).argsort(dim=1)  # fmt: skip
                 value.copy_(shuffled[:, : value.shape[1]])
+            elif "A_log" in name:  # some heads forget at once, some nearly nothing
+                value.copy_(noise * 2 - 1)
+            elif "conv1d" in name:
+                value.copy_(noise * 0.5)
             elif value.dim() > 1:
                 value.copy_(noise * 0.15)
             elif "norm" in name and not name.endswith("bias"):
