@@ -107,11 +107,15 @@ class Quantised:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CodePanels:
-    """A quantised weight in an order of compiled kernels; of a stack one matrix after the other."""
+    """A quantised weight in an order of compiled kernels; of a stack one matrix after the other.
+
+    `is_within`: no product of a code and a scale is beyond bfloat16's normal numbers.
+    """
 
     scheme: Scheme
     codes: torch.Tensor
     scales: torch.Tensor
+    is_within: bool = False
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:

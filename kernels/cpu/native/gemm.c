@@ -56,13 +56,13 @@ static Panels from_panel(Panels weight, long panel) {
 /* A thread's sums and the state of its tiles. */
 typedef struct {
     float sums[MOST_ROWS * PANEL] __attribute__((aligned(64)));
-    E4m3Table table;
+    Decoding state;
     long configured;
 } Work;
 
 static void start_work(Work *work, Panels weight) {
     work->configured = 0;
-    if (weight.codes && weight.codes->coding == E4M3) work->table = make_e4m3_table();
+    if (weight.codes) start_decoding(&work->state, weight.codes);
 }
 
 /* The sums [some][32] of a panel for the rows from `row` on, which are called in their order. */
@@ -71,7 +71,7 @@ static const float *panel_sums(Work *work, const bf16 *x, long x_stride, long ro
     const long some = smaller(PANEL, rows - row), at = weight.first + panel;
     if (!weight.values) {
         if (row == 0)
-            multiply_codes(x, x_stride, rows, weight.codes, &work->table, at, work->sums,
+            multiply_codes(x, x_stride, rows, weight.codes, &work->state, at, work->sums,
                            &work->configured);
         return work->sums + row * PANEL;
     }

@@ -24,6 +24,8 @@ FOUR_BITS = {
     Coding.INT4: tuple(float(code - INT4_OFFSET) for code in range(16)),
 }
 HALF_FLOAT = 0  # of codes.h: one scale for the 16 outputs of half a panel
+ROW_SMALL_E8M0 = 4  # powers of two that are added to the exponents of four bits
+LEAST_EXPONENT, MOST_EXPONENT = 8, 247  # biased, for that
 ROW_FORMS = {torch.float32: 1, torch.bfloat16: 2, torch.uint8: 3}
 
 
@@ -87,7 +89,20 @@ def lay_out_codes(kind: PackKind, weight: Quantised) -> CodePanels:
     scales = scales.unflatten(-2, (-1, PANEL)).transpose(-2, -1)  # type: ignore[no-untyped-call]
     if _shares(weight.scheme):
         scales = scale_factors(scales[..., ::TILE])
-    return CodePanels(scheme=weight.scheme, codes=codes, scales=scales.contiguous())
+    return CodePanels(
+        scheme=weight.scheme,
+        codes=codes,
+        scales=scales.contiguous(),
+        is_within=_is_within(weight.scheme.coding, scales),
+    )
+
+
+def _is_within(coding: Coding, scales: torch.Tensor) -> bool:
+    """Whether exponents of e2m1's scales are far from both ends."""
+    if coding is not Coding.E2M1 or scales.dtype != torch.uint8:
+        return False
+    least, most = (int(each) for each in scales.aminmax())
+    return least >= LEAST_EXPONENT and most <= MOST_EXPONENT
 
 
 def _ordered(codes_NX: torch.Tensor, coding: Coding) -> torch.Tensor:
@@ -110,6 +125,12 @@ def codes_of(panels: CodePanels, depth: int) -> Codes:
         steps=depth // DEPTH,
         block_steps=scheme.block // DEPTH,
         coding=int(has_table),
-        scale_form=HALF_FLOAT if _shares(scheme) else ROW_FORMS[panels.scales.dtype],
+        scale_form=_scale_form(panels),
         table=(ctypes.c_float * 16)(*values),
     )
+
+
+def _scale_form(panels: CodePanels) -> int:
+    if _shares(panels.scheme):
+        return HALF_FLOAT
+    return ROW_SMALL_E8M0 if panels.is_within else ROW_FORMS[panels.scales.dtype]
