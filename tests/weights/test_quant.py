@@ -203,7 +203,7 @@ def put(name: str, make: Callable[[torch.Tensor], torch.Tensor | None]) -> Calla
         ("v3 fp8", put(f"{O_PROJ}.weight", lambda w: w[:-1].clone()), "has shape [127, 64], not"),
         (
             "v3 fp8", put(f"{O_PROJ}.weight_scale_inv", lambda s: s[:, :1].clone()),
-            "has shape [4, 1], not [4, 2]",
+            "has shape [3, 1], not [3, 2]",
         ),
         ("v3 fp8", put(f"{O_PROJ}.weight_scale_inv", lambda s: s.to(torch.int64)), "scales in I64"),
         ("v3 fp8", put(f"{O_PROJ}.weight", lambda w: w.view(torch.int8)), "is I8 though"),
