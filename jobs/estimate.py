@@ -36,9 +36,9 @@ class LengthEstimate:
         return expected if params.max_tokens is None else min(expected, params.max_tokens)
 
     @property
-    def typical(self) -> int:
-        """Expected tokens of a row without limits."""
-        return self._expected
+    def count(self) -> int:
+        """Rows learned from; those that have faded count half."""
+        return self._total
 
     def _settle(self) -> None:
         self._seen_since = 0

@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from typing import Literal
 
 from batchmla.core import Completion, Prompt
-from batchmla.jobs.estimate import LengthEstimate
 from batchmla.jobs.pack_future import PrefixFuture
+from batchmla.jobs.pack_lengths import PromptLengths
 from batchmla.jobs.pack_order import find_neighbours, packed_order
 from batchmla.jobs.pack_twins import Twins, Waiting
 
@@ -39,7 +39,7 @@ class Packer:
         dedupe: bool = False,
         is_stopping: Callable[[], bool] = lambda: False,
     ) -> None:
-        self.estimate = LengthEstimate()
+        self.lengths = PromptLengths()
         self._is_stopping = is_stopping  # set by a signal, which notifies nobody
         self._order = order
         self._window_rows = window_rows
@@ -120,8 +120,9 @@ class Packer:
 
     def learn(self, completion: Completion) -> None:
         """Takes note of how long a completion turned out; called as soon as it is there."""
-        if completion.error is None:
-            self.estimate.add(len(completion.token_ids))
+        taken = self._taken.get(completion.index)
+        assert taken is not None, f"row {completion.index} was not taken, or is finished"
+        self.lengths.learn(taken.prompt, completion)
 
     def finish(self, completions: Sequence[Completion]) -> list[tuple[Waiting, Completion]]:
         """Takes note of finished rows and returns what was put for each, and for its twins."""
@@ -152,7 +153,7 @@ class Packer:
         It is put into the prompt, which nobody else has had yet: a second one would cost more than
         all else that is done here.
         """
-        prompt.expected_tokens = self.estimate.expected(prompt.params)
+        prompt.expected_tokens = self.lengths.expected(prompt)
         return prompt
 
     # under the lock
@@ -228,7 +229,7 @@ class Packer:
 
     def _packed(self, gathered: list[Waiting]) -> list[Waiting]:
         prompts = [each.prompt for each in gathered]
-        lengths = [self.estimate.expected(prompt.params) for prompt in prompts]
+        lengths = [self.lengths.expected(prompt) for prompt in prompts]
         neighbours = find_neighbours(prompts)
         is_last = self._is_ended and not self._next
         order = packed_order(prompts, lengths, neighbours=neighbours, is_last=is_last)

@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import numpy as np
-import pytest
 from tiny import write_tiny
 
 from batchmla.core import EngineOptions, EngineStats, Prompt, SamplingParams
@@ -11,7 +10,7 @@ from batchmla.engine.engine import load_engine
 from batchmla.jobs.pack import Packer
 from batchmla.jobs.pack_twins import Waiting
 
-NUM_ROWS = 40
+NUM_ROWS = 30
 
 
 def make_prompts() -> list[Prompt]:
@@ -25,7 +24,7 @@ def make_prompts() -> list[Prompt]:
         if index % 10 == 8:
             ids = prompts[index - 2].token_ids.copy()
         params = SamplingParams(
-            temperature=0.0 if index % 2 == 0 else 0.9, max_tokens=int(rng.integers(1, 3)) * 6
+            temperature=0.0 if index % 2 == 0 else 0.9, max_tokens=int(rng.integers(1, 3)) * 4
         )
         if index % 10 == 8:
             params = prompts[index - 2].params
@@ -59,14 +58,13 @@ def run(
     return found, engine.stats(), packer
 
 
-@pytest.mark.parametrize("name", ["v3", "llama"])
-def test_packed_rows_get_the_ids_of_input_order_without_a_cache(tmp_path: Path, name: str) -> None:
-    write_tiny(tmp_path, name)
+def test_packed_rows_get_the_ids_of_input_order_without_a_cache(tmp_path: Path) -> None:
+    write_tiny(tmp_path, "v3")
     plain, _, _ = run(tmp_path, "input", dedupe=False, prefix_caching=False)
     cached, by_input, _ = run(tmp_path, "input", dedupe=False, prefix_caching=True)
     packed, by_prefix, packer = run(tmp_path, "auto", dedupe=True, prefix_caching=True)
     assert sorted(plain) == list(range(NUM_ROWS)) and packed == plain and cached == plain
-    assert packer.num_twins == 4
+    assert packer.num_twins == 3
     own = by_prefix.prompt_tokens - by_prefix.cached_tokens
     assert 0 < own < by_input.prompt_tokens - by_input.cached_tokens
     assert by_prefix.computed_tokens < by_input.computed_tokens
