@@ -21,7 +21,15 @@ ARCHITECTURES = {
     "MiniMaxM2ForCausalLM": "minimax_m2",
     "MiniMaxM3SparseForConditionalGeneration": "minimax_m3",
     "KimiLinearForCausalLM": "kimi_linear",
+    "KimiK25ForConditionalGeneration": "deepseek_v3",
+    "Kimi_K25ForConditionalGeneration": "deepseek_v3",
 }
+# known, and refused with the reason
+REFUSED = dict.fromkeys(
+    ("KimiK3ForConditionalGeneration", "KimiK3ForCausalLM"),
+    "Kimi-K3 cannot be run: nothing public computes its attention residuals, latent experts and "
+    "gates that a result could be checked against; use Kimi-K2, Kimi-K2.5 or Kimi-Linear",
+)
 
 
 def get_family(raw: Mapping[str, Any]) -> "Family":
@@ -30,6 +38,8 @@ def get_family(raw: Mapping[str, Any]) -> "Family":
     known = ", ".join(ARCHITECTURES)
     if not isinstance(names, list) or not names:
         raise JobError(f"config.json names no architectures; known are {known}")
+    if isinstance(names[0], str) and names[0] in REFUSED:
+        raise JobError(f"architecture {names[0]} of config.json: {REFUSED[names[0]]}")
     if not isinstance(names[0], str) or names[0] not in ARCHITECTURES:
         raise JobError(f"architecture {names[0]} of config.json is not known; known are {known}")
     return cast("Family", import_module(f"batchmla.models.{ARCHITECTURES[names[0]]}"))

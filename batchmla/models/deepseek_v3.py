@@ -1,7 +1,9 @@
-"""DeepSeek V2, V2-Lite, V3, R1, V3.1 and Kimi-K2: latent attention, routed and shared experts.
+"""DeepSeek V2, V2-Lite, V3, R1, V3.1, Kimi-K2 and the text of Kimi-K2.5: latent attention, routed
+and shared experts.
 
 V2 routes by softmax scores (DeepSeek-V2 report), the others by sigmoid scores with a correction
-bias (DeepSeek-V3 report); Kimi-K2 is a V3 with one group.
+bias (DeepSeek-V3 report); Kimi-K2 is a V3 with one group, and Kimi-K2.5 a K2 inside a model that
+also sees.
 """
 
 from collections.abc import Mapping
@@ -28,8 +30,10 @@ from batchmla.models.hf import (
     read_active,
     read_latent_attention,
     read_sigmoid_router,
+    read_text_part,
 )
 from batchmla.models.names import (
+    behind_prefix,
     latent_rules,
     mlp_rules,
     norm_rules,
@@ -43,6 +47,10 @@ from batchmla.weights.rules import Rule, Skip
 
 V2 = "DeepseekV2ForCausalLM"
 KV_FORMATS = mla.FORMATS
+# wrappers, as published and as transformers spells it, and what their text tensors start with
+K25 = ("KimiK25ForConditionalGeneration", "Kimi_K25ForConditionalGeneration")
+K25_PREFIX = "language_model."
+K25_VISION = r"(model\.)?(vision_tower|mm_projector)\..*"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,11 +77,14 @@ class Config:
     num_mtp_layers: int
     dtype: str
     quantization: str | None
+    is_wrapped: bool
 
     @staticmethod
     def from_hf(raw: Mapping[str, Any]) -> "Config":
         """Reads `config.json`; what this family cannot compute is refused by name."""
-        fields, is_v2 = Fields(raw), raw["architectures"][0] == V2
+        name = raw["architectures"][0]
+        is_v2, is_wrapped = name == V2, name in K25
+        fields = read_text_part(raw) if is_wrapped else Fields(raw)
         fields.require("hidden_act", "silu")
         for name in ("attention_bias", "mlp_bias"):
             fields.require(name, False)
@@ -104,6 +115,7 @@ class Config:
             num_mtp_layers=fields.count("num_nextn_predict_layers", 0 if is_v2 else 1),
             dtype=fields.dtype(),
             quantization=fields.quantization(),
+            is_wrapped=is_wrapped,
         )
 
     @property
@@ -193,6 +205,13 @@ def _build_moe(config: Config, par: Par, ops: Ops) -> Moe:
 
 def rules(config: Config) -> tuple[Rule | Skip, ...]:
     """Hugging Face's names."""
+    if not config.is_wrapped:
+        return _text_rules(config)
+    vision = Skip(pattern=K25_VISION, reason="images and videos are not read")
+    return (*behind_prefix(K25_PREFIX, _text_rules(config)), vision)
+
+
+def _text_rules(config: Config) -> tuple[Rule | Skip, ...]:
     everywhere = range(config.num_layers)
     found = outer_rules(config.vocab_size, config.width, config.is_tied)
     if config.num_mtp_layers:

@@ -119,6 +119,19 @@ class Fields:
         return str(value["quant_method"])
 
 
+def read_text_part(raw: Mapping[str, Any]) -> Fields:
+    """The text model's fields inside a model that also sees, with what the whole says for it."""
+    where, text = "config.json: text_config", raw.get("text_config")
+    if not isinstance(text, Mapping):
+        raise JobError(
+            f"{where} must be an object with the text model's fields, not {shown(text)}; take it "
+            f"from the model's published config.json"
+        )
+    said = {name: value for name, value in text.items() if value is not None}
+    shared = ("quantization_config", "dtype", "torch_dtype", "tie_word_embeddings")
+    return Fields({name: raw[name] for name in shared if raw.get(name) is not None} | said, where)
+
+
 def shown(value: Any) -> str:
     """A value as `config.json` spells it, in short."""
     text = json.dumps(value, ensure_ascii=False, default=str)

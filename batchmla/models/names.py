@@ -3,7 +3,9 @@
 Shapes are those of whole tensors, before ranks cut them.
 """
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 
 from batchmla.kernels.ops import MlaDims
 from batchmla.weights.rules import Rule, Skip
@@ -25,6 +27,15 @@ def outer_rules(vocab_size: int, width: int, is_tied: bool) -> list[Rule | Skip]
                  shape=(vocab_size, width), shard_axis=0)
         )  # fmt: skip
     return found
+
+
+def behind_prefix(prefix: str, rules: Iterable[Rule | Skip]) -> Iterator[Rule | Skip]:
+    """The same tensors where a whole model's part is named with a prefix."""
+    for rule in rules:
+        if isinstance(rule, Skip):
+            yield replace(rule, pattern=re.escape(prefix) + rule.pattern)
+        else:
+            yield replace(rule, source=prefix + rule.source)
 
 
 def skip_mtp(num_layers: int) -> Skip:
