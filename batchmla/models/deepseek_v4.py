@@ -25,10 +25,11 @@ from batchmla.layers.rope import Rope
 from batchmla.models.base import Plans
 from batchmla.models.deepseek_v4_config import Config
 from batchmla.models.deepseek_v4_names import rules
+from batchmla.models.deepseek_v4_renamed import published
 from batchmla.parallel import Par
 from batchmla.placement import Placement
 
-__all__ = ["KV_FORMATS", "Config", "DeepseekV4", "build", "layout", "rules"]
+__all__ = ["KV_FORMATS", "Config", "DeepseekV4", "build", "layout", "published", "rules"]
 
 KV_FORMATS = FORMATS
 

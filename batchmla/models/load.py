@@ -13,7 +13,7 @@ from batchmla.kernels.ops import Ops
 from batchmla.kernels.quant import Scheme
 from batchmla.layers.block import Block
 from batchmla.models import get_family
-from batchmla.models.base import Model
+from batchmla.models.base import Family, Model
 from batchmla.parallel import Par
 from batchmla.placement import Placement
 from batchmla.weights.checkpoint import Checkpoint
@@ -53,7 +53,7 @@ def load_model(
         schemes = _expected_schemes(model, rules, placement, kept, dtype)
         fill_random(model, ops, dtype, device, schemes)
     elif load_format == "safetensors":
-        checkpoint = _open_whole(folder, rules, placement, said)
+        checkpoint = _open_whole(folder, family, rules, placement, said)
         load(
             model, checkpoint, rules, placement, ops, dtype, device, said,
             keeps_quantised=keeps_quantised,
@@ -81,21 +81,29 @@ def check_model(
     config, said = family.Config.from_hf(raw_config), read_quantisation(raw_config)
     if load_format == "safetensors":
         found = Faults(folder) if faults is None else faults
-        checkpoint = Checkpoint.survey(folder, found)
+        checkpoint = _survey(folder, family, found)
         survey(checkpoint, family.rules(config), placement, found, said)
         if faults is None:
             found.refuse()
 
 
+def _survey(folder: Path, family: Family, faults: Faults) -> Checkpoint:
+    """Its tensors by the names of the family's rules."""
+    checkpoint = Checkpoint.survey(folder, faults)
+    published = getattr(family, "published", None)
+    return checkpoint if published is None else checkpoint.named(published(checkpoint.entries))
+
+
 def _open_whole(
     folder: Path,
+    family: Family,
     rules: Sequence[Rule | Skip],
     placement: Placement,
     said: Quantisation | None,
 ) -> Checkpoint:
     """A checkpoint without a fault; says what it will not use."""
     faults = Faults(folder)
-    checkpoint = Checkpoint.survey(folder, faults)
+    checkpoint = _survey(folder, family, faults)
     skipped = survey(checkpoint, rules, placement, faults, said)
     if not faults.count:
         check_tied(checkpoint, rules, faults, is_whole=True)

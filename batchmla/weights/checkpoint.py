@@ -33,6 +33,7 @@ class Checkpoint:
         self.lost = lost
         self.damaged = damaged
         self._open: dict[Path, Any] = {}
+        self._in_file: Mapping[str, str] = {}  # what files call tensors that have another name here
 
     @staticmethod
     def open(folder: Path) -> "Checkpoint":
@@ -72,6 +73,17 @@ class Checkpoint:
         ]
         return Checkpoint(folder, entries, frozenset(lost.difference(entries)), frozenset(damaged))
 
+    def named(self, names: Mapping[str, str]) -> "Checkpoint":
+        """The same tensors by other names: those in the files → those to be used."""
+        made = Checkpoint(
+            self.folder,
+            {names.get(name, name): entry for name, entry in self.entries.items()},
+            frozenset(names.get(name, name) for name in self.lost),
+            self.damaged,
+        )
+        made._in_file = {new: old for old, new in names.items()}
+        return made
+
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors on disk."""
@@ -79,7 +91,7 @@ class Checkpoint:
 
     def read(self, name: str, slices: tuple[slice, ...]) -> torch.Tensor:
         """A slice of one tensor, in the checkpoint's dtype; only its bytes are touched."""
-        entry = self.entries[name]
+        entry, name = self.entries[name], self._in_file.get(name, name)
         if entry.file not in self._open:
             self._open[entry.file] = safe_open(entry.file, framework="pt")
         if not slices:

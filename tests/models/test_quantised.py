@@ -7,16 +7,19 @@ from pathlib import Path
 import pytest
 import torch
 from compare import assert_close, assert_logits
-from quantised import WAYS, Saved, write_quantised
+from quantised import WAYS, Saved, save, write_quantised
 from ranks import logits_on_ranks
+from safetensors.torch import load_file
 from steps import Row, run_chunks
-from tiny import read_config
+from tiny import make_oracle, read_config
 
 from batchmla import kernels
 from batchmla.kernels.ops import Ops
 from batchmla.kv.cache import make_cache
+from batchmla.layers.block import Weight
 from batchmla.models import get_family
 from batchmla.models.base import Model
+from batchmla.models.deepseek_v4_renamed import published
 from batchmla.models.load import count_model, load_model
 from batchmla.parallel import Par
 from batchmla.placement import Placement
@@ -226,3 +229,49 @@ def test_logits_of_two_ranks_are_those_of_one(tmp_path: Path) -> None:
         for name, logits, wanted in zip(CUT, found, expected, strict=True):
             for actual, one in zip(logits, wanted, strict=True):
                 assert_logits(name, actual, one)
+
+
+@pytest.mark.parametrize("is_saved", [True, False], ids=["as saved", "as modules"])
+def test_v4_goes_by_transformers_names_too(
+    saved: dict[str, Saved], tmp_path: Path, is_saved: bool
+) -> None:
+    """As `save_pretrained` writes them, and as modules are called, with one tensor an expert."""
+    one, oracle = saved["v4 fp8 fp4"], make_oracle("v4")
+    if is_saved:
+        oracle.save_pretrained(tmp_path / "names")
+        given = load_file(tmp_path / "names" / "model.safetensors")
+    else:
+        given = {
+            key: value for key, value in oracle.state_dict().items() if ".mlp.experts." not in key
+        }
+    tensors = load_file(one.quantised / "model.safetensors")
+    names = published(given)
+    assert len(set(names.values())) == len(names)
+    back = {new.removesuffix("weight"): old.removesuffix("weight") for old, new in names.items()}
+    for name in [name for name in tensors if ".experts." in name and not is_saved]:
+        layer, rest = name.split(".ffn.")
+        word = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}[rest.split(".")[2]]
+        expert = rest.split(".")[1]
+        back[name.rpartition(".")[0] + "."] = f"model.{layer}.mlp.experts.{expert}.{word}."
+    renamed = {}
+    for name, value in tensors.items():
+        base = name if name in back else name.rpartition(".")[0] + "."
+        renamed[back[base] + name.removeprefix(base)] = value
+    save(tmp_path / "v4", renamed, read_config(one.quantised))
+    assert set(renamed) & set(tensors) <= {"head.weight"}
+    ops = kernels.load("reference")
+    found, wanted = (
+        dict(open_model(folder, ops).named_weights())  # type: ignore[attr-defined]
+        for folder in (tmp_path / "v4", one.quantised)
+    )
+    for target, weight in wanted.items():
+        for own, other in zip(_values(found[target]), _values(weight), strict=True):
+            assert torch.equal(own, other), target
+
+
+def _values(weight: Weight) -> tuple[torch.Tensor, ...]:
+    packed = weight.packed
+    if packed.quantised is not None:
+        return packed.quantised.tensors
+    assert packed.plain is not None
+    return (packed.plain,)
