@@ -2,7 +2,7 @@
 
 import functools
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -193,6 +193,19 @@ def test_the_parts_make_the_stream_wherever_it_is_cut(name: str, shape: str) -> 
             ids = _ids(model, text)
             for cut in range(len(ids) + 1):
                 _check(model, ids[:cut], is_open)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_without_a_format_the_whole_stream_is_content_wherever_it_is_cut(name: str) -> None:
+    model = _model(name)
+    plain = Reasoner(model.tokenizer, choose_format("none", model.tokenizer))
+    for shape in SHAPES.values():
+        ids = _ids(model, START + shape)
+        for cut in range(len(ids) + 1):
+            answer = _split(replace(model, reasoner=plain), ids[:cut], is_open=False)
+            assert answer.reasoning is None and answer.state is ReasoningState.NONE
+            assert answer.content == model.tokenizer.decode(ids[:cut]).text
+            assert (answer.reasoning_tokens, answer.content_tokens) == (0, cut)
 
 
 @pytest.mark.parametrize("name", NAMES)
