@@ -130,6 +130,7 @@ class Loop:
         loaded = self._signals.interruptibly(load)
         engine = loaded.engine
         self.effective = {**loaded.effective, **self._text.effective}
+        _LOG.info("in force: %s", _with_sources(self._text.effective))
         self._engine, self.phase = engine, "running"
         started_s = time.monotonic()
         source = _Source(self._signals.guarded(self._take), self._packer.foresee)
@@ -287,3 +288,12 @@ def _error_row(
     index: int, file: int, number: int, row_id: str, error: str, prompt_tokens: int = 0
 ) -> Finished:
     return Finished(index, file, number, row_id, prompt_tokens=prompt_tokens, error=error)
+
+
+def _with_sources(effective: Mapping[str, Any]) -> str:
+    """Sampling values with their sources, without those that nobody gives."""
+    found = []
+    for name, each in effective.items():
+        if isinstance(each, Mapping) and each.get("value") not in (None, (), {}, []):
+            found.append(f"{name.removeprefix('sampling.')} {each['value']} ({each['source']})")
+    return ", ".join(found) or "nothing"

@@ -3,6 +3,7 @@
 T tokens, N rows whose logits are wanted, M model width, V vocabulary.
 """
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -15,6 +16,8 @@ from batchmla.layers.block import Block
 from batchmla.layers.embed import Embedding, Head
 from batchmla.layers.norm import RmsNorm
 from batchmla.models.base import Plans
+
+logger = logging.getLogger(__name__)
 
 
 class Attention(Protocol):
@@ -67,6 +70,7 @@ class Decoder(Block):
         self.norm = norm
         self.head = head
         self._plan_step = plan_step
+        self._is_told = False
 
     def plan(self, step: Step) -> Plans:
         """Once a step, not per layer."""
@@ -82,7 +86,21 @@ class Decoder(Block):
             x_TM = layer.attention.forward(x_TM, step, plans[layer.kind], cache[index])
             x_TM, residual_TM = layer.ffn_norm.add(x_TM, residual_TM)
             x_TM = layer.ffn.forward(x_TM)
+            if logger.isEnabledFor(logging.DEBUG):
+                self._tell_not_finite(index, x_TM, residual_TM)
         return self.norm.add(x_TM, residual_TM)[0]
+
+    def _tell_not_finite(self, index: int, x_TM: torch.Tensor, residual_TM: torch.Tensor) -> None:
+        """Names the first layer, once."""
+        if self._is_told:
+            return
+        is_bad_T = ~(torch.isfinite(x_TM) & torch.isfinite(residual_TM)).all(dim=1)
+        if bool(is_bad_T.any()):
+            self._is_told = True
+            logger.debug(
+                "layer %d gave values that are not finite in %d of %d tokens of a step",
+                index, int(is_bad_T.sum()), len(is_bad_T),
+            )  # fmt: skip
 
     def logits(self, hidden_NM: torch.Tensor) -> torch.Tensor:
         """float32 [N, V]."""
