@@ -14,6 +14,11 @@ class Placement:
     attention_data: int = 1
     rank: int = 0
 
+    @property
+    def num_ranks(self) -> int:
+        """Processes that hold the model together."""
+        return self.tensor * self.attention_data
+
     def local(self, count: int, what: str = "heads") -> int:
         """This rank's share of `count` equal parts; a remainder is refused by name."""
         if count % self.tensor:

@@ -53,7 +53,6 @@ class Unbuilt:
 UNBUILT = (
     Unbuilt("model.path", _is_url, "give a local folder, a Hugging Face id or builtin:tally"),
     Unbuilt("model.parallel", _equals("auto"), "leave it out: one device"),
-    Unbuilt("model.parallel.tensor", _differs(1), "leave it at 1"),
     Unbuilt("model.parallel.expert", _differs(1), "leave it at 1"),
     Unbuilt("model.parallel.attention_data", _differs(1), "leave it at 1"),
     Unbuilt("model.speculative", _equals("mtp"), "leave it at off"),

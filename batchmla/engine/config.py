@@ -114,6 +114,7 @@ def draft(
     """
     _check(options, config)
     placement = settle_placement(options, hardware)
+    hardware = hardware.shared_by(placement.num_ranks)
     dtype = settle_dtype(options, config, hardware)
     kv_dtype = dtype if options.kv_cache_dtype == "auto" else options.kv_cache_dtype
     page_tokens = options.block_size or _page_tokens(config, hardware, weights_bytes)
@@ -312,10 +313,8 @@ def _notes(
     notes = []
     if hardware.kind == "cuda":
         notes.append("torch kernels, not tuned")
-    if placement.tensor > 1:
-        notes.append(
-            f"planned for {placement.tensor} devices; running on more than one is not built yet"
-        )
+    if placement.num_ranks > 1 and hardware.kind == "cuda":
+        notes.append("several GPUs: built, never run on hardware")
     if max_model_len < wanted:
         notes.append(
             f"max_model_len {max_model_len}: no sequence of the model's {wanted} tokens fits"

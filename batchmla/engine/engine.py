@@ -16,10 +16,12 @@ import torch
 
 from batchmla import kernels
 from batchmla.core import Completion, EngineOptions, EngineStats, Prompt, PromptSource
+from batchmla.engine.build import RankPlan, build_forward
 from batchmla.engine.config import EngineConfig, LayoutOf, draft, resolve
 from batchmla.engine.forward import Forward
 from batchmla.engine.group import Chunk, Limits
 from batchmla.engine.hardware import Hardware, detect
+from batchmla.engine.ranks import Ranks
 from batchmla.engine.runner import Followers, Runner
 from batchmla.engine.sampler import Draw, Sampler
 from batchmla.engine.scheduler import Scheduler
@@ -36,8 +38,8 @@ from batchmla.kernels.ops import SampleOp
 from batchmla.kv.layout import DTYPE_BYTES, KVLayout
 from batchmla.kv.pages import PageTable
 from batchmla.models import get_family
-from batchmla.models.base import Model, ModelConfig
-from batchmla.models.load import count_model, load_model
+from batchmla.models.base import ModelConfig
+from batchmla.models.load import count_model
 from batchmla.parallel import Par
 from batchmla.placement import Placement
 from batchmla.weights.folder import find_model, refuse_pointer
@@ -61,7 +63,7 @@ class EngineCore:
 
     def __init__(
         self,
-        model: Model,
+        forward: Forward,
         layout: KVLayout,
         *,
         num_pages: int,
@@ -69,13 +71,11 @@ class EngineCore:
         sample: SampleOp,
         vocab_limit: int,
         device: torch.device,
-        is_exact: bool = False,
         followers: Followers | None = None,
     ) -> None:
         """`followers`: the other ranks of a model that is spread over several."""
         self._pages = PageTable(num_pages, layout.page_tokens)
         self._scheduler = Scheduler(self._pages, limits)
-        forward = Forward(model, layout, num_pages, limits.num_lanes, device, is_exact=is_exact)
         sampler = Sampler(sample, vocab_limit=vocab_limit, device=device)
         self._runner = Runner(forward, sampler, layout.page_tokens, followers)
         self._vocab_limit = vocab_limit
@@ -88,6 +88,7 @@ class EngineCore:
         """
         assert not self._is_busy, "this engine is already generating"
         self._is_busy = True
+        self._scheduler.look_ahead(source)
         try:
             yield from self._loop(source)
         finally:
@@ -218,31 +219,34 @@ def load_engine(options: EngineOptions, *, vocab_limit: int | None = None) -> En
     config = resolve(*facts)
     for note in config.notes:
         logger.info("%s", note)
-    device = torch.device(config.device)
+    plan = RankPlan(config=config, folder=folder, raw_config=raw_config)
     ops = kernels.load(config.backend, exact=config.deterministic)
     logger.info("kernels: %s", ops.name)
-    model = load_model(
-        folder,
-        raw_config,
-        config.placement,
-        Par.single(),
-        ops,
-        getattr(torch, config.dtype),
-        device,
-        config.load_format,
-        keeps_quantised=config.keeps_quantised,
-    )
+    ranks = Ranks(plan) if config.placement.num_ranks > 1 else None
     vocab_size: int = facts[1].vocab_size
     return EngineCore(
-        model,
+        _build(plan, ranks),
         config.layout,
         num_pages=config.num_pages,
         limits=config.limits,
         sample=ops.sample,
         vocab_limit=min(vocab_size, vocab_limit or vocab_size),
-        device=device,
-        is_exact=config.deterministic,
+        device=plan.device,
+        followers=ranks,
     )
+
+
+def _build(plan: RankPlan, ranks: Ranks | None) -> Forward:
+    """This rank's part, once all others have theirs."""
+    if ranks is None:
+        return build_forward(plan, Par.single())
+    try:
+        forward = build_forward(plan, ranks.par)
+        ranks.wait_until("ready")
+    except BaseException:
+        ranks.close()
+        raise
+    return forward
 
 
 def read_config(folder: Path) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -32,6 +32,16 @@ class Hardware:
     has_fast_bf16: bool = True
     cores: int | None = None
     is_local: bool = True
+
+    def shared_by(self, num_ranks: int) -> "Hardware":
+        """What each of so many ranks has: of a processor a part, of GPUs one."""
+        if self.kind != "cpu":
+            return self
+        return replace(
+            self,
+            memory_bytes=self.memory_bytes // num_ranks,
+            free_bytes=self.free_bytes // num_ranks,
+        )
 
 
 def _preset(name: str, memory_gib: float, terabytes_per_s: float, teraflops: float) -> Hardware:
@@ -104,6 +114,7 @@ def detect_cuda(index: int = 0) -> Hardware:
         kind="cuda",
         memory_bytes=total_bytes,
         free_bytes=free_bytes,
+        count=torch.cuda.device_count(),
         bandwidth_bytes_per_s=known.bandwidth_bytes_per_s if known else None,
         bf16_flops_per_s=known.bf16_flops_per_s if known else None,
         has_fast_bf16=torch.cuda.is_bf16_supported(including_emulation=False),

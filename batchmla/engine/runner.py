@@ -28,7 +28,7 @@ class Followers(Protocol):
         """Starts a step on all of them."""
         ...
 
-    def explain(self, error: DeviceError) -> DeviceError:
+    def explain(self, error: DeviceError) -> Exception:
         """Why a step failed: the fault of the rank that began it, if one did."""
         ...
 

@@ -4,7 +4,7 @@ from typing import Literal
 
 from batchmla.core import EngineOptions
 from batchmla.engine.hardware import Hardware
-from batchmla.errors import JobError
+from batchmla.errors import DeviceError, JobError
 from batchmla.models.base import ModelConfig
 from batchmla.placement import Placement
 
@@ -48,9 +48,17 @@ def settle_exact(options: EngineOptions, hardware: Hardware) -> bool:
 
 
 def settle_placement(options: EngineOptions, hardware: Hardware) -> Placement:
-    """One device, or all devices of a machine that is only planned for."""
-    if options.tensor_parallel > 1:
-        raise JobError(
-            f"model.parallel.tensor = {options.tensor_parallel} is not built yet; set it to 1"
+    """What the job asks for, or all devices of a machine that is only planned for."""
+    tensor = options.tensor_parallel
+    if tensor == 1 and not hardware.is_local:
+        tensor = hardware.count
+    if hardware.kind == "cuda" and tensor > hardware.count:
+        raise DeviceError(
+            f"model.parallel.tensor is {tensor}, but there {_are(hardware.count)} here; lower it "
+            "or run on a machine with more"
         )
-    return Placement(tensor=1 if hardware.is_local else hardware.count)
+    return Placement(tensor=tensor)
+
+
+def _are(count: int) -> str:
+    return f"are {count} GPUs" if count > 1 else "is 1 GPU"

@@ -135,7 +135,7 @@ def test_bad_logits_fail_their_row_only_and_leave_no_trace_in_the_pool() -> None
             assert completion.error is not None and "not finite" in completion.error
             assert "13 tokens" in completion.error and len(completion.token_ids) == 0
     assert engine.stats().used_pages == 0
-    cached = engine._runner._cache[0]["token"].view(-1, 2)
+    cached = engine._runner._forward._cache[0]["token"].view(-1, 2)
     held = engine._pages._is_blank_P.nonzero()[0]
     assert not any(50 in cached[4 * page : 4 * page + 4, 0] for page in held)
     assert len(run(engine, good)) == 6

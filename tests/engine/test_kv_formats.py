@@ -30,7 +30,7 @@ def test_records_take_less_and_give_every_batch_the_same(name: str, tmp_path: Pa
     runs = []
     for change in ({}, {"max_batched_tokens": 7, "max_num_seqs": 2}, {"prefix_caching": False}):
         engine = load_engine(replace(options, **change))  # type: ignore[arg-type]
-        cache, whole = engine._runner._layout, plain._runner._layout
+        cache, whole = engine._runner._forward._layout, plain._runner._forward._layout
         assert cache.token_bytes < 0.8 * whole.token_bytes
         done = engine.generate(ListSource(prompts))
         runs.append({each.index: each.token_ids.tolist() for each in done})

@@ -2,7 +2,6 @@
 
 import itertools
 from collections.abc import Callable
-from collections.abc import Sequence as Items
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -12,13 +11,12 @@ import numpy as np
 import pytest
 import torch
 from fakes import ListSource, make_prompt
+from logits import watch_logits
 from tiny import CORE, TINY, WITH_LANES, oracle_logits, read_config, write_tiny
 
 from batchmla.core import Completion, EngineOptions, FinishReason, Prompt, SamplingParams
 from batchmla.engine.engine import EngineCore, load_engine
 from batchmla.engine.group import Chunk
-from batchmla.engine.sampler import Draw
-from batchmla.engine.sequence import Sequence
 from batchmla.errors import DeviceError
 
 NEW_TOKENS = 16
@@ -77,21 +75,6 @@ def make_case(folder: Path, name: str) -> Case:
         generated.append([token for token in output[0, len(ids) :].tolist() if token != 1])
         logits.append(oracle_logits(oracle, ids + generated[-1]))
     return Case(folder, prompts, generated, logits)
-
-
-def watch_logits(engine: EngineCore) -> dict[tuple[int, int], torch.Tensor]:
-    """Every row of logits that is sampled, by prompt index and number of tokens before it."""
-    seen: dict[tuple[int, int], torch.Tensor] = {}
-    sampler = engine._runner._sampler
-    plain_draw = sampler.draw
-
-    def draw(logits_NV: torch.Tensor, sequences: Items[Sequence]) -> list[Draw]:
-        for row, sequence in enumerate(sequences):
-            seen[sequence.prompt.index, sequence.num_tokens] = logits_NV[row].clone()
-        return plain_draw(logits_NV, sequences)
-
-    sampler.draw = draw  # type: ignore[method-assign]
-    return seen
 
 
 def preempt_often(engine: EngineCore) -> None:

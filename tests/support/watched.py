@@ -8,6 +8,7 @@ from fakes import FAKE_VOCAB, FakeModel, ListSource, fake_layout
 
 from batchmla.core import Completion, Prompt
 from batchmla.engine.engine import EngineCore
+from batchmla.engine.forward import Forward
 from batchmla.engine.group import Limits
 from batchmla.kernels.cpu.sample import sample
 from batchmla.kv.step import Step
@@ -26,14 +27,15 @@ class WatchedEngine(EngineCore):
         **limits: Any,
     ) -> None:
         self.model = FakeModel(on_step=self.before_step, poison=poison, every_row=every_row)
+        layout, bounds, device = fake_layout(page_tokens), Limits(**limits), torch.device("cpu")
         super().__init__(
-            self.model,
-            fake_layout(page_tokens),
+            Forward(self.model, layout, num_pages, bounds.num_lanes, device),
+            layout,
             num_pages=num_pages,
-            limits=Limits(**limits),
+            limits=bounds,
             sample=sample,
             vocab_limit=FAKE_VOCAB,
-            device=torch.device("cpu"),
+            device=device,
         )
         self.max_step_tokens = 0
 

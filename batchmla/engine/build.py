@@ -1,0 +1,60 @@
+"""What one rank of an engine is made of, from a configuration with nothing left open."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from batchmla import kernels
+from batchmla.engine.config import EngineConfig
+from batchmla.engine.forward import Forward
+from batchmla.models.load import load_model
+from batchmla.parallel import Par
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankPlan:
+    """What a rank must know to be built. Picklable: it is how the other ranks are told."""
+
+    config: EngineConfig
+    folder: Path
+    raw_config: Mapping[str, Any]
+
+    def of_rank(self, rank: int) -> "RankPlan":
+        """The same for another rank."""
+        placement = replace(self.config.placement, rank=rank)
+        return replace(self, config=replace(self.config, placement=placement))
+
+    @property
+    def device(self) -> torch.device:
+        """The rank's own where there are several."""
+        config = self.config
+        if config.device == "cuda" and config.placement.num_ranks > 1:
+            return torch.device("cuda", config.placement.rank)
+        return torch.device(config.device)
+
+
+def build_forward(plan: RankPlan, par: Par) -> Forward:
+    """Loads the rank's share of the weights and allocates its cache."""
+    config = plan.config
+    model = load_model(
+        plan.folder,
+        plan.raw_config,
+        config.placement,
+        par,
+        kernels.load(config.backend, exact=config.deterministic),
+        getattr(torch, config.dtype),
+        plan.device,
+        config.load_format,
+        keeps_quantised=config.keeps_quantised,
+    )
+    return Forward(
+        model,
+        config.layout,
+        config.num_pages,
+        config.limits.num_lanes,
+        plan.device,
+        is_exact=config.deterministic,
+    )

@@ -1,0 +1,193 @@
+"""The other ranks of a model on this machine, as processes: started, watched, ended.
+
+A rank that dies or hangs takes the engine with it, as a `DeviceError` that says which and why: the
+collective that rank 0 waits in fails as soon as the watch has ended the others.
+"""
+
+import atexit
+import logging
+import multiprocessing
+import shutil
+import signal
+import tempfile
+import threading
+import time
+from multiprocessing import connection
+from multiprocessing.context import SpawnProcess
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from batchmla.engine.build import RankPlan
+from batchmla.engine.forward import Work
+from batchmla.engine.worker import Report, follow
+from batchmla.errors import DeviceError, ExitCode, JobError
+from batchmla.parallel import Par
+
+logger = logging.getLogger(__name__)
+
+Stage = Literal["here", "ready"]  # the process runs; it has its weights
+STAGES: tuple[Stage, ...] = ("here", "ready")
+ROUND_S = 0.25  # of the watch
+SILENCE_S = 15.0  # without a sign of life, after which a rank hangs
+BLAME_S = 5.0  # for the watch to find why a step failed
+
+
+class Ranks:
+    """Followers of this process, which is rank 0."""
+
+    def __init__(self, plan: RankPlan) -> None:
+        """Starts them and joins them; each begins to load. Raises the fault of one that fails."""
+        placement = plan.config.placement
+        self._folder = Path(tempfile.mkdtemp(prefix="batchmla-ranks-"))
+        self._fault: Exception | None = None
+        self._bereft = set[int]()  # ranks that ended because another did
+        self._is_ending = threading.Event()
+        self._par: Par | None = None
+        self._missing = {stage: set(range(1, placement.num_ranks)) for stage in STAGES}
+        self._reached = {stage: threading.Event() for stage in STAGES}  # or there is a fault
+        self._pipes: dict[int, connection.Connection] = {}
+        self._processes: dict[int, SpawnProcess] = {}
+        atexit.register(self.close)
+        num_threads = max(1, torch.get_num_threads() // placement.num_ranks)
+        context = multiprocessing.get_context("spawn")
+        for rank in range(1, placement.num_ranks):
+            receiver, sender = context.Pipe(duplex=False)
+            process = context.Process(
+                target=follow,
+                args=(plan.of_rank(rank), self._folder / "store", num_threads, sender),
+                name=f"batchmla rank {rank}",
+                daemon=True,
+            )
+            process.start()
+            sender.close()
+            self._pipes[rank], self._processes[rank] = receiver, process
+        torch.set_num_threads(num_threads)
+        self._watcher = threading.Thread(target=self._watch, name="ranks", daemon=True)
+        self._watcher.start()
+        self._join(plan)
+
+    def _join(self, plan: RankPlan) -> None:
+        self.wait_until("here")
+        is_ordered = plan.config.deterministic
+        try:
+            self._par = Par.connect(
+                plan.config.placement, self._folder / "store", is_ordered=is_ordered
+            )
+        except DeviceError as error:
+            raise self.explain(error) from error
+
+    @property
+    def par(self) -> Par:
+        """Rank 0's way to the others."""
+        assert self._par is not None, "not joined"
+        return self._par
+
+    def wait_until(self, stage: Stage) -> None:
+        """Until every follower is there; raises the fault of one that failed on the way."""
+        self._reached[stage].wait()
+        if self._fault is not None:
+            self.close()
+            raise self._fault
+
+    def send(self, work: Work) -> None:
+        """See `Followers`."""
+        if self._fault is not None:
+            raise self._fault
+        self.par.broadcast(work)
+
+    def explain(self, error: DeviceError) -> Exception:
+        """See `Followers`."""
+        until_s = time.monotonic() + BLAME_S
+        while self._fault is None and time.monotonic() < until_s:
+            time.sleep(0.05)
+        self.close()
+        return self._fault or error
+
+    def close(self) -> None:
+        """Ends every follower, wherever it is: it keeps nothing that would be lost."""
+        if self._is_ending.is_set():
+            return
+        self._is_ending.set()
+        atexit.unregister(self.close)
+        self._kill()
+        for process in self._processes.values():
+            process.join()
+        if self._par is not None:
+            self._par.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _kill(self) -> None:
+        for process in self._processes.values():
+            if process.is_alive():
+                process.kill()
+
+    # the watch's thread
+
+    def _watch(self) -> None:
+        """Notes the first fault and ends all ranks then, so that nobody waits for ever."""
+        silent = dict.fromkeys(self._pipes, 0)  # rounds; none pass while this process is stopped
+        while not self._is_ending.wait(ROUND_S) and self._fault is None:
+            for rank, pipe in self._pipes.items():
+                is_gone = self._processes[rank].exitcode is not None  # before its last report
+                reports = _reports(pipe)
+                silent[rank] = 0 if reports else silent[rank] + 1
+                for report in reports:
+                    self._take(rank, report)
+                if self._fault is None and not self._is_ending.is_set():
+                    self._fault = self._judge(rank, is_gone, silent[rank])
+        if self._fault is not None:
+            self._kill()
+        for reached in self._reached.values():
+            reached.set()
+
+    def _take(self, rank: int, report: Report) -> None:
+        if report.kind == "log":
+            logger.log(report.level, "rank %d: %s", rank, report.text)
+        elif report.kind == "failed":
+            self._fault = self._fault or _fault_of(rank, report)
+        elif report.kind == "lost":
+            self._bereft.add(rank)
+        elif report.kind == "here" or report.kind == "ready":
+            self._missing[report.kind].discard(rank)
+            if not self._missing[report.kind]:
+                self._reached[report.kind].set()
+
+    def _judge(self, rank: int, is_gone: bool, silent: int) -> Exception | None:
+        """What is wrong with a rank that said nothing of a fault."""
+        if rank in self._bereft:
+            return None
+        if is_gone:
+            code = self._processes[rank].exitcode or 0
+            how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"
+            return DeviceError(
+                f"rank {rank} {how}; run the same command again to go on with the rows left, after "
+                "a look at the system's log (the kernel's out-of-memory killer also does this)"
+            )
+        if silent * ROUND_S >= SILENCE_S:
+            return DeviceError(
+                f"rank {rank} has given no sign of life for {SILENCE_S:.0f} s; run the same "
+                "command again to go on with the rows left"
+            )
+        return None
+
+
+def _reports(pipe: connection.Connection) -> list[Report]:
+    """All that is in the pipe now."""
+    reports: list[Report] = []
+    try:
+        while pipe.poll():
+            reports.append(pipe.recv())
+    except (EOFError, OSError):
+        pass
+    return reports
+
+
+def _fault_of(rank: int, report: Report) -> Exception:
+    """The error that a rank ended with, as rank 0 raises it."""
+    if report.exit_code == ExitCode.BAD_JOB:
+        return JobError(f"rank {rank}: {report.text}")
+    if report.exit_code == ExitCode.NO_DEVICE:
+        return DeviceError(f"rank {rank}: {report.text}")
+    return RuntimeError(f"rank {rank} failed:\n{report.text}")
