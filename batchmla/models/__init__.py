@@ -41,5 +41,16 @@ def get_family(raw: Mapping[str, Any]) -> "Family":
     if isinstance(names[0], str) and names[0] in REFUSED:
         raise JobError(f"architecture {names[0]} of config.json: {REFUSED[names[0]]}")
     if not isinstance(names[0], str) or names[0] not in ARCHITECTURES:
-        raise JobError(f"architecture {names[0]} of config.json is not known; known are {known}")
+        brought = f"{_own_code(raw)}; known are {known}"
+        raise JobError(f"architecture {names[0]} of config.json is not known{brought}")
     return cast("Family", import_module(f"batchmla.models.{ARCHITECTURES[names[0]]}"))
+
+
+def _own_code(raw: Mapping[str, Any]) -> str:
+    """Where the folder brings code for its model: that it is not run. Code that comes with a known
+    architecture is not needed."""
+    named = raw.get("auto_map")
+    if not isinstance(named, Mapping) or not named:
+        return ""
+    code = named.get("AutoModelForCausalLM", next(iter(named.values())))
+    return f", and the code that it brings (auto_map: {code}) is never run"
