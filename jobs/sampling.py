@@ -21,6 +21,7 @@ from batchmla.jobs.sampling_values import (
 )
 from batchmla.jobs.settings import ColumnRef, SamplingSettings, StructuredSettings
 from batchmla.jobs.structured import without_nulls
+from batchmla.weights.folder import refuse_pointer
 
 Source = Literal["job", "generation_config", "default"]
 
@@ -89,10 +90,12 @@ def read_generation_config(folder: str | Path) -> dict[str, Any]:
     file = Path(folder) / _FILE
     if not file.is_file():
         return {}
+    data = file.read_bytes()
     try:
-        content = json.loads(file.read_bytes())
-    except ValueError as fault:
-        raise JobError(f"{file} is not JSON: {fault}") from None
+        content = json.loads(data)
+    except (ValueError, RecursionError) as fault:
+        refuse_pointer(file, data)
+        raise JobError(f"{file} is not JSON: {fault}; copy it again from the model") from None
     if not isinstance(content, dict):
         raise JobError(f"{file} must hold a JSON object")
     return content

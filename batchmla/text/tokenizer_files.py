@@ -30,7 +30,7 @@ def read_json(file: Path) -> dict[str, Any]:
         return {}
     try:
         content = json.loads(file.read_bytes())
-    except ValueError as fault:
+    except (ValueError, RecursionError) as fault:
         raise unreadable(file, f"is not JSON: {fault}") from None
     if not isinstance(content, dict):
         raise JobError(f"{file} must hold a JSON object")

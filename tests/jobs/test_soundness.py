@@ -326,3 +326,17 @@ def test_nothing_large_is_allocated_before_a_fault_is_told(
     with pytest.raises(JobError, match="a norm of zeros"):
         loaded_weights(folder)
     assert sum(made) < 2**20 < (folder / TWO).stat().st_size
+
+
+@pytest.mark.parametrize("file", ["generation_config.json", "tokenizer_config.json"])
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [(POINTER, "is a git-LFS pointer"), ('{"a', "is not JSON"), ("[" * 100_000, "is not JSON")],
+)
+def test_small_files_that_are_damaged_are_named(
+    folder: Path, file: str, content: str, words: str
+) -> None:
+    (folder / file).write_text(content)
+    with pytest.raises(JobError) as caught:
+        plan_job(job_on(folder))
+    assert f"{folder / file} {words}" in str(caught.value)
