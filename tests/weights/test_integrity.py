@@ -11,8 +11,9 @@ import pytest
 import torch
 from damage import shard_name, shard_of
 from published import DEEPSEEK_R1
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from sparse import write_sparse
+from tiny import TINY, read_config, write_tiny
 
 from batchmla.errors import JobError
 from batchmla.models.load import check_model
@@ -86,6 +87,21 @@ def test_its_faults_are_told_in_seconds_too(r1: Path) -> None:
         f"{BIAS} holds 1 of 256 values that are not finite",
     ):
         assert words in told, told
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_every_vector_of_every_family_is_looked_at(tmp_path: Path, name: str) -> None:
+    write_tiny(tmp_path, name)
+    raw, weights = read_config(tmp_path), tmp_path / "model.safetensors"
+    check_model(tmp_path, raw, Placement())
+    tensors = load_file(weights)
+    vectors = [each for each in tensors.values() if each.dim() == 1 and each.is_floating_point()]
+    assert len(vectors) >= 5
+    for vector in vectors:
+        vector[-1] = torch.nan
+    save_file(tensors, weights)
+    with pytest.raises(JobError, match=rf"\({len(vectors)} faults\): .* that are not finite"):
+        check_model(tmp_path, raw, Placement())
 
 
 def small_checkpoint(folder: Path, **tensors: torch.Tensor) -> tuple[Checkpoint, Faults]:
