@@ -163,6 +163,6 @@ def _packing_words(spec: JobSpec) -> str:
     if spec.engine.order == "input":
         return "input order"
     return (
-        "shared prefixes together, long rows first, within "
+        "shared prefixes together, long prompts mixed with long completions, within "
         f"{spec.engine.window_rows:,} rows of the oldest unfinished one"
     )

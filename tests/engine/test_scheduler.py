@@ -2,10 +2,11 @@
 
 import numpy as np
 import pytest
-from fakes import greedy_ids, make_prompt
+from fakes import ListSource, greedy_ids, make_prompt
 from watched import WatchedEngine, run
 
 from batchmla.core import FinishReason, Prompt, SamplingParams
+from batchmla.kv.pages import chain_hashes
 
 
 def random_prompts(rng: np.random.Generator, count: int, longest: int) -> list[Prompt]:
@@ -171,3 +172,34 @@ def test_youngest_is_preempted_and_comes_back_before_newer_prompts() -> None:
     (first, *_) = scheduler.schedule()
     assert first.sequence.prompt.index == 2
     assert first.sequence.num_generated == 5, "generated tokens are kept"
+
+
+class ToldSource(ListSource):
+    """Prompts in order, and the pages of one of them are known to be wanted again."""
+
+    def __init__(self, prompts: list[Prompt], names: list[bytes]) -> None:
+        super().__init__(prompts)
+        self._names = names
+
+    def foresee(self, page_tokens: int) -> "ToldSource":
+        assert page_tokens == 4
+        return self
+
+    def next_use(self, name: bytes) -> int | None:
+        return 3 if name in self._names else None
+
+
+@pytest.mark.parametrize("is_told", [True, False])
+def test_pages_that_a_source_wants_again_outlast_others(is_told: bool) -> None:
+    prefix = list(range(16))
+    prompts = [make_prompt(0, [*prefix, 90]), *(make_prompt(i, [i + 40] * 30) for i in (1, 2, 3))]
+    prompts.append(make_prompt(4, [*prefix, 91]))
+    names: list[bytes] = []
+    chain_hashes(names, np.array(prefix, np.int32), 4, 16)
+    engine = WatchedEngine(num_pages=16, max_model_len=60, max_num_seqs=1, max_batched_tokens=60)
+    found = {
+        each.index: each.cached_tokens
+        for each in engine.generate(ToldSource(prompts, names) if is_told else ListSource(prompts))
+    }
+    assert found == {0: 0, 1: 0, 2: 0, 3: 0, 4: 16 if is_told else 0}
+    engine.check_pool()
