@@ -90,6 +90,7 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=1)
     parser.add_argument("--max-num-seqs", type=int, default=64)
     parser.add_argument("--orders", nargs="+", choices=list(ORDERS), default=["input", "packed"])
+    parser.add_argument("--overlap", choices=("all", "some", "none"), default="none")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     trace = realistic(num_rows=arguments.rows)
@@ -106,7 +107,7 @@ def main() -> None:
     bound = bound_of(trace, machine)
     table = []
     for order, runs in found.items():
-        outcome = simulate(trace, machine, order=order, bound=bound)
+        outcome = simulate(trace, machine, order=order, bound=bound, overlap=arguments.overlap)
         wall_s = statistics.median(each["wall_s"] for each in runs)
         cpu_s = statistics.median(each["cpu_s"] for each in runs)
         row = {"order": order, "wall_s": wall_s, "cpu_s": cpu_s, "steps": runs[0]["steps"]}

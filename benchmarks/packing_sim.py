@@ -44,11 +44,15 @@ _WINDOW_BYTES = 4 << 30
 class Clock:
     """Stands in for model, cache and sampler: draws what the trace says and counts the time."""
 
-    def __init__(self, machine: Machine, output_tokens: Sequence[int], *, is_serial: bool) -> None:
+    def __init__(self, machine: Machine, output_tokens: Sequence[int], *, overlap: str) -> None:
         costs = machine.costs
         self._machine = machine
         self._output_tokens = output_tokens
-        self._step_s = costs.serial_step_s if is_serial else costs.step_s
+        self._step_s = {
+            "all": costs.step_s,
+            "some": costs.serial_step_s,
+            "none": costs.separate_step_s,
+        }[overlap]
         self.pages: PageTable
         self.seconds = 0.0
         self.steps: list[tuple[float, int]] = []  # seconds and sequences
@@ -136,12 +140,12 @@ class Outcome:
 
 
 def simulate(
-    trace: Trace, machine: Machine, *, order: str, is_serial: bool = False, bound: Bound
+    trace: Trace, machine: Machine, *, order: str, overlap: str = "all", bound: Bound
 ) -> Outcome:
     """Runs all rows of the trace in this order."""
     sort = ORDERS[order]
     rows = trace if sort is None else trace.reordered(sort(trace))
-    clock = Clock(machine, rows.output_tokens, is_serial=is_serial)
+    clock = Clock(machine, rows.output_tokens, overlap=overlap)
     engine = SimulatedEngine(machine, clock)
     if order in PACED:
         engine._scheduler.pace = pace_of(machine)
@@ -253,7 +257,12 @@ def main() -> None:
     parser.add_argument("--pools", type=int, nargs="+", default=[8, 32, 128])
     parser.add_argument("--orders", nargs="+", choices=list(ORDERS), default=list(ORDERS))
     parser.add_argument("--max-num-seqs", type=int, default=64)
-    parser.add_argument("--serial", action="store_true", help="attention overlaps with nothing")
+    parser.add_argument(
+        "--overlap",
+        choices=("all", "some", "none"),
+        default="all",
+        help="of computing and reading: in a whole step, within linears and attention, none",
+    )
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     found = []
@@ -267,7 +276,7 @@ def main() -> None:
         )
         outcomes = []
         for order in arguments.orders:
-            outcome = simulate(trace, machine, order=order, is_serial=arguments.serial, bound=bound)
+            outcome = simulate(trace, machine, order=order, overlap=arguments.overlap, bound=bound)
             outcomes.append(outcome)
             print(
                 f"  {order:12s} {outcome.seconds:9.1f} s"

@@ -86,6 +86,10 @@ class StepCosts:
         )
         return linear_s + attention_s
 
+    def separate_step_s(self, work: StepWork, rates: Rates) -> float:
+        """Seconds of a step that reads while it computes nothing: the sum of both."""
+        return self.flops(work) / rates.flops_per_s + self.bytes(work) / rates.bytes_per_s
+
 
 def step_costs(
     raw_config: Mapping[str, Any],

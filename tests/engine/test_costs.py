@@ -35,9 +35,11 @@ def test_a_step_takes_the_slower_of_both_and_serial_attention_comes_on_top() -> 
     fast_bytes = Rates(flops_per_s=10.0, bytes_per_s=1e9)
     assert COSTS.step_s(WORK, fast_bytes) == pytest.approx(16)
     assert COSTS.serial_step_s(WORK, fast_bytes) == pytest.approx(16)
+    assert COSTS.separate_step_s(WORK, fast_bytes) == pytest.approx(16)
     even = Rates(flops_per_s=1.0, bytes_per_s=1.0)
     assert COSTS.step_s(WORK, even) == pytest.approx(COSTS.bytes(WORK))
     assert COSTS.serial_step_s(WORK, even) == pytest.approx(COSTS.weight_bytes(7) + 90)
+    assert COSTS.separate_step_s(WORK, even) == pytest.approx(COSTS.bytes(WORK) + 160)
 
 
 @pytest.mark.parametrize("name", ["llama", "v3"])
