@@ -15,7 +15,7 @@
 
 enum { E4M3 = 0, FOUR_BITS = 1 };
 enum { HALF_FLOAT = 0, ROW_FLOAT = 1, ROW_BF16 = 2, ROW_E8M0 = 3, ROW_SMALL_E8M0 = 4 };
-enum { CODE_STEPS = 8, CODES_AHEAD = 8192, STEP_VALUES = 2 * TILE_VALUES };
+enum { CODE_STEPS = 4, CODES_AHEAD = 4096, STEP_VALUES = 2 * TILE_VALUES };
 
 typedef struct {
     const uint8_t *codes;
