@@ -156,7 +156,7 @@ class Engine:
         given = {"prompt": dict(prompt), "sampling": params, "reasoning": reasoning}
         chosen = {name: dict(section) for name, section in given.items() if section is not None}
         spec = build_spec({**self._sections, **chosen}, "Engine").spec
-        if spec.sampling.n > 1:
+        if spec.sampling.n != 1:
             raise JobError("sampling.n: give a prompt as often as samples of it are wanted")
         mapped = [name for name, value in spec.sampling if isinstance(value, ColumnRef)]
         if mapped:

@@ -150,6 +150,9 @@ def test_wrong_use_is_named(tally: Engine) -> None:
         tally.chat([{"role": "user", "content": "x"}])
     with pytest.raises(JobError, match=r"sampling\.temprature.*did you mean"):
         tally.generate(["x"], {"temprature": 1})
+    for number in (2, {"column": "times"}):
+        with pytest.raises(JobError, match=r"sampling\.n: give a prompt as often as samples"):
+            tally.generate(["x"], {"n": number})
     assert tally.chat([[{"role": "bot", "content": "x"}]])[0].error is not None
 
 
