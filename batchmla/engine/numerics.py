@@ -11,7 +11,8 @@ from batchmla.engine.hardware import Hardware
 
 def describe_numerics(config: EngineConfig, hardware: Hardware) -> dict[str, str]:
     """Name → value, for the manifest; exact mode goes on only where all of them are the same."""
-    return {
+    weights = {"weights": "kept quantised"} if config.keeps_quantised else {}
+    return weights | {
         "backend": config.backend,
         "kernels": kernels.load(config.backend, exact=config.deterministic).name,
         "device": config.device,

@@ -11,6 +11,7 @@ from tiny import read_config
 from batchmla.core import EngineOptions, SamplingParams
 from batchmla.engine.engine import load_engine, plan_engine
 from batchmla.engine.hardware import detect
+from batchmla.engine.numerics import describe_numerics
 
 
 @pytest.fixture(scope="module")
@@ -47,3 +48,15 @@ def test_a_plan_counts_what_is_kept(folder: Path) -> None:
     )
     assert kept.keeps_quantised and not expanded.keeps_quantised
     assert kept.memory.weights_bytes < 0.75 * expanded.memory.weights_bytes
+
+
+def test_a_resume_in_exact_mode_sees_which_weights_were_kept(folder: Path) -> None:
+    raw, machine = read_config(folder), detect("cpu")
+    kept, expanded = (
+        describe_numerics(
+            plan_engine(raw, EngineOptions(model=str(folder), device="cpu", dtype=dtype), machine),
+            machine,
+        )
+        for dtype in ("auto", "bfloat16")
+    )
+    assert kept["weights"] == "kept quantised" and "weights" not in expanded
