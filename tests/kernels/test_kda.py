@@ -14,7 +14,11 @@ from batchmla.kernels.kda_ops import LaneRows
 from batchmla.kernels.reference.kda import delta as plain_delta
 
 HEADS, WIDTH, SPARE_LANES = 3, 16, 4
-FORMS = {"blocks": delta, "tokens": delta_by_tokens, "plain": plain_delta}
+COMPILED = kernels.load("cpu").kda.delta  # the same as blocks on a machine without
+FORMS = {
+    "blocks": delta, "tokens": delta_by_tokens, "plain": plain_delta, "compiled": COMPILED,
+}  # fmt: skip
+EXACT = {"tokens": delta_by_tokens, "compiled": kernels.load("cpu", exact=True).kda.delta}
 COUNTS = ([1], [7], [8], [9], [63], [64], [65], [200], [1, 1, 1], [200, 3, 1, 64, 63, 9, 0, 17])
 
 
@@ -27,19 +31,19 @@ class Case:
     rows: LaneRows
 
     @staticmethod
-    def make(counts: Sequence[int], seed: int = 0, rate: float = 1.0) -> "Case":
-        source = torch.Generator().manual_seed(seed)
+    def make(counts: Sequence[int], rate: float = 1.0, width: int = WIDTH) -> "Case":
+        source = torch.Generator().manual_seed(0)
         total, num_lanes = sum(counts), len(counts) + SPARE_LANES
 
         def normal(*shape: int) -> torch.Tensor:
             return torch.randn(*shape, generator=source)
 
         rates = rate * torch.logspace(-2, 1, HEADS)[:, None]
-        decay = -rates * normal(total, HEADS, WIDTH).abs()
-        vectors = [normal(total, HEADS, WIDTH) for _ in range(3)]
+        decay = -rates * normal(total, HEADS, width).abs()
+        vectors = [normal(total, HEADS, width) for _ in range(3)]
         lanes = torch.randperm(num_lanes, generator=source)[: len(counts)].numpy()
         is_first = np.arange(len(counts)) % 2 == 0
-        states = normal(num_lanes, HEADS, WIDTH**2)
+        states = normal(num_lanes, HEADS, width**2)
         states[torch.from_numpy(lanes[is_first])] = torch.nan
         rows = LaneRows(
             starts_S1=np.concatenate(([0], np.cumsum(counts))),
@@ -62,30 +66,43 @@ def test_every_form_follows_the_rule(counts: list[int], form: str) -> None:
     assert len(others) == SPARE_LANES and torch.equal(found[others], case.lanes[others])
 
 
+@pytest.mark.parametrize("form", ["blocks", "compiled"])
 @pytest.mark.parametrize("rate", [1e-4, 30.0, 1e4])
-def test_no_decay_is_too_weak_or_too_strong(rate: float) -> None:
+def test_no_decay_is_too_weak_or_too_strong(rate: float, form: str) -> None:
     """Sums over a block from -0.0001 to below what float32 can raise e to."""
     case = Case.make([130, 64], rate=rate)
     wanted, found = case.lanes.double(), case.lanes.clone()
     expected = plain_delta(*case.inputs, wanted, case.rows)
-    assert_close("results", delta(*case.inputs, found, case.rows), expected)
+    assert_close("results", FORMS[form](*case.inputs, found, case.rows), expected)
     assert_close("states", found, wanted)
 
 
-def test_a_sequence_of_no_numbers_does_not_touch_another() -> None:
+@pytest.mark.parametrize("width", [16, 48, 80, 128, 24])
+def test_compiled_columns_cover_every_width(width: int) -> None:
+    """Whole and partial blocks of columns; 24 is left to torch."""
+    case = Case.make([20, 1], width=width)
+    wanted, found = case.lanes.double(), case.lanes.clone()
+    expected = plain_delta(*case.inputs, wanted, case.rows)
+    assert_close("results", COMPILED(*case.inputs, found, case.rows), expected)
+    assert_close("states", found, wanted)
+
+
+@pytest.mark.parametrize("form", ["blocks", "compiled"])
+def test_a_sequence_of_no_numbers_does_not_touch_another(form: str) -> None:
     case = Case.make([70, 70, 3, 3])
     for values in case.inputs[:3]:
         values[:70] = torch.nan
         values[140:143] = torch.inf
-    out = delta(*case.inputs, case.lanes.clone(), case.rows)
+    out = FORMS[form](*case.inputs, case.lanes.clone(), case.rows)
     assert not out[:70].isfinite().any() and not out[140:143].isfinite().any()
     assert out[70:140].isfinite().all() and out[143:].isfinite().all()
 
 
-def test_token_by_token_gives_the_same_bits_wherever_chunks_are_cut() -> None:
+@pytest.mark.parametrize("form", EXACT)
+def test_token_by_token_gives_the_same_bits_wherever_chunks_are_cut(form: str) -> None:
     case = Case.make([77])
     whole = case.lanes.clone()
-    expected = delta_by_tokens(*case.inputs, whole, case.rows)
+    expected = EXACT[form](*case.inputs, whole, case.rows)
     for cut in (1, 7, 64):
         lanes, parts, lane = case.lanes.clone(), [], case.rows.lanes_S
         for start in range(0, 77, cut):
@@ -94,14 +111,15 @@ def test_token_by_token_gives_the_same_bits_wherever_chunks_are_cut() -> None:
                 starts_S1=np.array([0, len(some[0])]), lanes_S=lane,
                 is_first_S=np.array([start == 0]),
             )  # fmt: skip
-            parts.append(delta_by_tokens(*some, lanes, rows))  # type: ignore[arg-type]
+            parts.append(EXACT[form](*some, lanes, rows))  # type: ignore[arg-type]
         assert torch.equal(torch.cat(parts), expected)
         assert torch.equal(lanes[lane], whole[lane])
 
 
-def test_token_by_token_gives_the_same_bits_in_every_batch() -> None:
+@pytest.mark.parametrize("form", EXACT)
+def test_token_by_token_gives_the_same_bits_in_every_batch(form: str) -> None:
     batch = Case.make([5, 1, 20])
-    together = delta_by_tokens(*batch.inputs, batch.lanes.clone(), batch.rows)
+    together = EXACT[form](*batch.inputs, batch.lanes.clone(), batch.rows)
     for index, (start, end) in enumerate(((0, 5), (5, 6), (6, 26))):
         rows = LaneRows(
             starts_S1=np.array([0, end - start]),
@@ -109,7 +127,7 @@ def test_token_by_token_gives_the_same_bits_in_every_batch() -> None:
             is_first_S=batch.rows.is_first_S[index : index + 1],
         )
         some = (x[start:end].clone() for x in batch.inputs)
-        alone = delta_by_tokens(*some, batch.lanes.clone(), rows)  # type: ignore[call-arg]
+        alone = EXACT[form](*some, batch.lanes.clone(), rows)  # type: ignore[call-arg]
         assert torch.equal(alone, together[start:end])
 
 

@@ -57,14 +57,17 @@ def make_rows(lengths: Sequence[int]) -> list[Row]:
 @pytest.mark.parametrize("sizes", [[1] * 9, [7] * 9, [64] * 9, ONE_STEP,
                                    [1, 2, 1, 3, 4, 1, 13, 64, 29]],
                          ids=["1", "7", "64", "whole", "mixed"])  # fmt: skip
-def test_logits_at_the_edges(case: Case, expected: list[torch.Tensor], sizes: list[int]) -> None:
+@pytest.mark.parametrize("backend", ["cpu", "torch"])
+def test_logits_at_the_edges(
+    case: Case, expected: list[torch.Tensor], sizes: list[int], backend: str
+) -> None:
     """Lanes hold no numbers before a sequence comes to them, which it must not read."""
     cache, rows = case.cache("float32"), make_rows(LENGTHS)
     for layer in cache:
         for name in ("conv", "state"):
             if name in layer:
                 layer[name].fill_(torch.nan)
-    run_chunks(case.model(kernels.load("cpu")), cache, rows, sizes, PAGE_TOKENS)
+    run_chunks(case.model(kernels.load(backend)), cache, rows, sizes, PAGE_TOKENS)
     for row, want in zip(rows, expected, strict=True):
         assert_logits(f"{len(row.ids)} tokens", torch.cat(row.logits), want)
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 logger = logging.getLogger(__name__)
 
-SOURCES = ("amx.h", "codes.h", "gemm.c", "attention.c", "rows.c", "route.c", "select.c")
+SOURCES = ("amx.h", "codes.h", "gemm.c", "attention.c", "rows.c", "route.c", "select.c", "delta.c")
 NEEDED = frozenset(
     {
         "amx_tile",
@@ -47,6 +47,7 @@ ARGUMENTS = {
     "bmla_write_latent": "pppllplfppli",
     "bmla_route": "ppllppppi",
     "bmla_select": "pi",
+    "bmla_delta": "pi",
 }
 COMPILE_S = 120
 

@@ -4,6 +4,7 @@ import ctypes
 from dataclasses import replace
 
 from batchmla.kernels.cpu.native.attention import NativeAttention, reads_pages
+from batchmla.kernels.cpu.native.delta import NativeDelta
 from batchmla.kernels.cpu.native.products import NativeProducts
 from batchmla.kernels.cpu.native.rows import NativeRows
 from batchmla.kernels.cpu.native.select import NativeChoice
@@ -12,14 +13,14 @@ from batchmla.kernels.ops import Ops
 
 
 def compiled(plain: Ops, library: ctypes.CDLL, name: str) -> Ops:
-    """`plain` with products, attention, choices and row-wise ops from the library.
+    """`plain` with products, attention, choices, states and row-wise ops from the library.
 
     A row of any of them depends on itself only, so an exact back end stays exact.
     """
     scratch = Scratch()
     served, rows = NativeProducts(library, plain, scratch), NativeRows(library, plain)
     attention = NativeAttention(library, plain, scratch)
-    choice = NativeChoice(library, plain)
+    choice, delta = NativeChoice(library, plain), NativeDelta(library, plain)
     return replace(
         plain,
         name=name,
@@ -37,4 +38,5 @@ def compiled(plain: Ops, library: ctypes.CDLL, name: str) -> Ops:
         mla=attention.mla,
         reads_pages=reads_pages,
         sparse=replace(plain.sparse, select_keys=choice.select_keys),
+        kda=replace(plain.kda, delta=delta.delta),
     )
