@@ -1,7 +1,6 @@
 """How often a token's choices of keys and experts depend on what ran beside it.
 
-    python benchmarks/decisions.py            # a quarter of an hour on one core
-    python benchmarks/decisions.py --rows 6
+    python benchmarks/decisions.py    # a quarter of an hour on one core; fewer with --rows
 
 Random models of the shapes of DeepSeek-V3.2 and V4, small but with every branch alive, run the same
 rows alone and under other schedules, in default and in exact mode. Of every token and layer the
@@ -32,6 +31,7 @@ from batchmla.engine.numerics import describe_numerics
 from batchmla.engine.source import ListSource
 from batchmla.kernels.ops import Ops
 from batchmla.layers.block import Block
+from batchmla.layers.moe import Router
 from batchmla.models import get_family
 from batchmla.placement import Placement
 from batchmla.weights.rules import Rule, expand
@@ -71,10 +71,9 @@ MODELS = {
         "compress_rope_theta": 40000.0, "rope_scaling": YARN,
     },
 }  # fmt: skip
-ALONE: dict[str, Any] = {
-    "max_num_seqs": 1, "max_batched_tokens": 1024, "prefix_caching": False,
-}  # fmt: skip
+ALONE = {"max_num_seqs": 1, "max_batched_tokens": 1024, "prefix_caching": False}
 SCHEDULES: dict[str, dict[str, Any]] = {
+    "alone again": {},
     "all rows together": {"max_num_seqs": 32},
     "the same, prefix hits": {"max_num_seqs": 32, "prefix_caching": True, "has_hits": True},
     "the same, preempted": {"max_num_seqs": 32, "is_preempted": True},
@@ -86,8 +85,7 @@ SHARED_TOKENS = 80
 NEW_TOKENS = 24
 KINDS = ("keys", "single_keys", "experts", "ids", "rows")
 
-Sets = tuple[bytes, ...]
-"""What each layer chose, sorted."""
+Sets = tuple[bytes, ...]  # what each layer chose, sorted
 
 
 @dataclass
@@ -97,6 +95,7 @@ class Found:
     keys: dict[tuple[int, int], Sets] = field(default_factory=dict)
     experts: dict[tuple[int, int], Sets] = field(default_factory=dict)
     ids: dict[int, list[int]] = field(default_factory=dict)
+    kernels: str = ""
 
 
 @dataclass
@@ -117,8 +116,7 @@ class Watch:
         forward = engine._runner._forward
         self.slots: list[torch.Tensor] = []
         self.experts: list[torch.Tensor] = []
-        layers = forward._layout.layers
-        parts = (part for layer in layers for part in layer if part.name == "index")
+        parts = (part for parts in forward._layout.layers for part in parts if part.name == "index")
         self.stride = next(parts).stride  # tokens behind a key
         plain_plan = forward._model.plan
 
@@ -130,8 +128,10 @@ class Watch:
 
         forward._model.plan = plan  # type: ignore[method-assign]
         for block in blocks_of(forward._model):
+            if isinstance(block, Router):
+                block._route = self.watched_route(block._route)
             if hasattr(block, "_ops"):
-                block._ops = self.watched(block._ops)
+                block._ops, self.kernels = self.watched(block._ops), block._ops.name
 
     def watched(self, ops: Ops) -> Ops:
         """The same ops, which note what they choose."""
@@ -139,11 +139,6 @@ class Watch:
         def select_keys(*args: Any) -> torch.Tensor:
             self.slots.append(ops.sparse.select_keys(*args))
             return self.slots[-1]
-
-        def route(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
-            weights_TA, ids_TA = ops.route(*args)
-            self.experts.append(ids_TA)
-            return weights_TA, ids_TA
 
         def route_scores(
             logits_TE: torch.Tensor, bias: Any, given_TA: torch.Tensor | None, *args: Any
@@ -155,7 +150,17 @@ class Watch:
 
         sparse = replace(ops.sparse, select_keys=select_keys)
         hybrid = replace(ops.hybrid, route_scores=route_scores)
-        return replace(ops, sparse=sparse, hybrid=hybrid, route=route)
+        return replace(ops, sparse=sparse, hybrid=hybrid)
+
+    def watched_route(self, plain_route: Any) -> Any:
+        """The same op, which notes what it chooses."""
+
+        def route(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+            weights_TA, ids_TA = plain_route(*args)
+            self.experts.append(ids_TA)
+            return weights_TA, ids_TA
+
+        return route
 
     def take(self, chunks: Sequence[Chunk], found: Found) -> None:
         """Adds the last step's."""
@@ -201,10 +206,8 @@ def write_model(folder: Path, raw: dict[str, Any]) -> None:
     """Random weights under the names that the family reads: matrices N(0, 1/in), norms N(1, 0.1²),
     all else N(0, 0.3²), tables of experts in random order."""
     family, source = get_family(raw), torch.Generator().manual_seed(0)
-    tensors = {}
-    for rule in family.rules(family.Config.from_hf(raw)):
-        if not isinstance(rule, Rule):
-            continue
+    tensors, rules = {}, family.rules(family.Config.from_hf(raw))
+    for rule in (each for each in rules if isinstance(each, Rule)):
         for piece in expand([rule], Placement()):
             noise = torch.randn(piece.shape, generator=source)
             if rule.is_integer:
@@ -242,7 +245,8 @@ def run(
         max_model_len=512, **change,
     )  # fmt: skip
     engine = load_engine(options)
-    found, watch, runner = Found(), Watch(engine), engine._runner
+    watch, runner = Watch(engine), engine._runner
+    found = Found(kernels=watch.kernels)
     plain_run = runner.run
 
     def watched_run(chunks: Sequence[Chunk], *copies: Any) -> Any:
@@ -296,6 +300,7 @@ def measure(folder: Path, name: str, count: int) -> Iterator[dict[str, Any]]:
             alone = run(folder, dtype, is_exact, prompts, {})
             for schedule, change in SCHEDULES.items():
                 other = run(folder, dtype, is_exact, prompts, change)
+                assert alone.kernels == other.kernels, "the kernels changed meanwhile"
                 shares = compare(prompts, alone, other)
                 yield {
                     "model": name, "dtype": dtype, "exact": is_exact, "schedule": schedule,
@@ -306,26 +311,24 @@ def measure(folder: Path, name: str, count: int) -> Iterator[dict[str, Any]]:
 def shown(share: dict[str, int]) -> str:
     """As a share of what was compared."""
     compared, differing = share["compared"], share["differing"]
-    return f"{100 * differing / compared:.3f} % of {compared}" if differing else f"0 of {compared}"
+    return f"{100 * differing / compared:.4f} % of {compared}" if differing else f"0 of {compared}"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rows", type=int, default=24)
-    parser.add_argument("--models", nargs="*", choices=MODELS, default=list(MODELS))
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     records: list[dict[str, Any]] = []
     print(f"{'':41} {'sets of keys':>20} {'keys':>19} {'experts':>18} {'ids':>18} rows")
     with tempfile.TemporaryDirectory() as scratch:
-        for name in args.models:
+        for name, raw in MODELS.items():
             folder = Path(scratch, name)
-            write_model(folder, MODELS[name])
+            write_model(folder, raw)
             for each in measure(folder, name, args.rows):
                 records.append(each)
-                mode = "exact" if each["exact"] else "default"
-                rows = each["rows"]
+                mode, rows = "exact" if each["exact"] else "default", each["rows"]
                 print(
                     f"{name:5} {each['dtype']:9} {mode:7} {each['schedule']:21} "
                     f"{shown(each['keys']):>18} {shown(each['single_keys']):>19} "
@@ -333,17 +336,13 @@ def main() -> None:
                     f"{rows['differing']} of {rows['compared']}",
                     flush=True,
                 )
-        folder = Path(scratch, args.models[0])
         options, hardware = EngineOptions(model=str(folder), device="cpu"), detect("cpu")
         plan = plan_engine(read_config(folder), options, hardware)
         machine = {**describe_numerics(plan, hardware), "torch": torch.__version__}
     found = {"settings": vars(args), "machine": machine, "decisions": records}
-    RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / "decisions.json"
-    path.write_text(json.dumps(found, indent=1) + "\n")
-    exact = [each for each in records if each["exact"]]
-    wrong = [each for each in exact if any(each[kind]["differing"] for kind in KINDS)]
-    assert not wrong, f"exact mode differs: {wrong}"
+    (RESULTS / "decisions.json").write_text(json.dumps(found, indent=1) + "\n")
+    for each in records:
+        assert not (each["exact"] and any(each[kind]["differing"] for kind in KINDS)), each
 
 
 if __name__ == "__main__":
