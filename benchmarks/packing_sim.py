@@ -5,7 +5,9 @@ roofline. No model runs; the steps are those that the engine would run for the s
     python benchmarks/packing_sim.py --trace documents     # V2-Lite on one H200, 100,000 rows
     python benchmarks/packing_sim.py --trace reasoning     # R1 on 8 x H200
 
-Prints a table; `--json FILE` keeps it.
+Prints a table; `--json FILE` keeps it. `packed` is the job's `engine.order: auto`. The orders with
+`paced` show what an engine would gain, that computes while it reads, from spreading prompts over
+the steps; with `--overlap none` they lose.
 """
 
 import argparse
@@ -221,10 +223,10 @@ ORDERS: dict[str, Callable[[Trace], list[int]] | None] = {
     "longest": _longest_first,
     "prefix": _prefix_only,
     "packed": None,
-    "packed-order": None,
+    "packed-paced": None,
     "paced": None,
 }
-PACED = ("packed", "paced")  # the other two have one of both: the packed order, or the pace
+PACED = ("packed-paced", "paced")  # steps take only as many prompt tokens as `Pace` says
 
 
 def cases(arguments: argparse.Namespace) -> list[tuple[str, Trace, Machine]]:
@@ -255,7 +257,7 @@ def main() -> None:
     parser.add_argument("--lengths", choices=("known", "unknown"), help="of the completions")
     parser.add_argument("--rows", type=int, help="instead of the trace's number")
     parser.add_argument("--pools", type=int, nargs="+", default=[8, 32, 128])
-    parser.add_argument("--orders", nargs="+", choices=list(ORDERS), default=list(ORDERS))
+    parser.add_argument("--orders", nargs="+", choices=list(ORDERS), default=list(ORDERS)[:-1])
     parser.add_argument("--max-num-seqs", type=int, default=64)
     parser.add_argument(
         "--overlap",
