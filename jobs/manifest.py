@@ -23,8 +23,8 @@ FORMAT = 1
 # Fields and sections that do not change what a row becomes. A model's and an input's path are
 # covered by their fingerprints, which follow the bytes and not the place.
 _FREE = (
-    "name", "model.path", "model.revision", "model.memory_utilization", "input.path",
-    "input.format", "input.check", "engine.max_num_seqs", "engine.max_batched_tokens",
+    "name", "model.path", "model.revision", "model.memory_utilization", "model.parallel",
+    "input.path", "input.format", "input.check", "engine.max_num_seqs", "engine.max_batched_tokens",
     "engine.prefix_caching", "engine.block_size", "engine.order", "engine.window_rows",
     "engine.dedupe", "executor", "output.path", "output.compression", "errors",
 )  # fmt: skip
