@@ -17,6 +17,7 @@ from published import (
     DISTILL_QWEN_7B,
     KIMI_K2,
     MINIMAX_M2,
+    MINIMAX_M3,
     QWEN3_30B_A3B,
 )
 
@@ -121,6 +122,28 @@ def test_v32_takes_the_published_bytes_in_every_layout(
     print_inspect(facts)
     shown = capsys.readouterr().out
     assert "61 x dsa" in shown and "48,068" in shown and "1,575,092,224" in shown
+
+
+def test_m3_takes_the_published_bytes_and_names_its_layers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    facts = inspect_model(folder_of(tmp_path, MINIMAX_M3))
+    assert facts["attention"] == {"gqa": 3, "block_sparse": 57}
+    assert facts["attention_by_layer"] == ["gqa"] * 3 + ["block_sparse"] * 57
+    assert facts["kv_bytes_per_token"] == 122_880 + 14_592
+    assert facts["kv_bytes_per_token_per_layer"] == [2048] * 3 + [2304] * 57
+    assert facts["kv_bytes_at"]["32768"] == 137_472 * 32_768
+    assert facts["kv_bytes_per_token_mha"] == 60 * 2 * 64 * 128 * 2
+    attention = 6144 * 128 * (64 + 4 + 4 + 64) + 2 * 128 + 2 * 6144
+    index = 6144 * 128 * (4 + 1) + 2 * 128
+    routed = 3 * 6144 * 3072 * (128 + 1) + 128 * 6144 + 128
+    dense, outer = 3 * 6144 * 12288, 2 * 200_064 * 6144 + 6144
+    assert facts["parameters"] == 60 * attention + 57 * (index + routed) + 3 * dense + outer
+    unused = 57 * 3 * 6144 * 3072 * (128 - 4)
+    assert facts["active_parameters"] == facts["parameters"] - unused
+    print_inspect(facts)
+    shown = capsys.readouterr().out
+    assert "3 x gqa, 57 x block_sparse" in shown and "137,472" in shown
 
 
 # layout, bytes a further token takes, bytes of the windows, MiB at 4k, 32k, 128k and 1M tokens

@@ -55,9 +55,9 @@ def published_m3_config(text: Mapping[str, Any]) -> dict[str, Any]:
         sparse |= {"sparse_attention_freq": chooses, "sparse_disable_index_value": chooses}
     if mlp is not None:
         fields["moe_layer_freq"] = [int(kind == "sparse") for kind in mlp]
-    fields |= {"hidden_act": "swigluoai", "use_gemma_norm": True, "scoring_func": "sigmoid"}
+    said = {"hidden_act": "swigluoai", "use_gemma_norm": True, "scoring_func": "sigmoid"}
     return {
         "architectures": [ARCHITECTURE],
         "model_type": "minimax_m3_vl",
-        "text_config": fields | {"sparse_attention_config": sparse},
+        "text_config": said | fields | {"sparse_attention_config": sparse},
     }
