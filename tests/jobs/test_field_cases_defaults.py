@@ -127,7 +127,9 @@ def test_fc_131_values_in_force_are_printed_and_stored_with_their_source(
 POOR = "model.layers.2.mlp.shared_experts.down_proj.weight"
 
 
-def run_poor(tmp_path: Path, *flags: str, stop_after: int = 1000) -> tuple[Any, list[Any]]:
+def run_poor(
+    tmp_path: Path, *flags: str, num_rows: int = 6, stop_after: int = 1000
+) -> tuple[Any, list[Any]]:
     """A whole job whose model has one weight that is no number; what was said, and the rows."""
     folder = whole(tmp_path / "model", num_shards=1)
 
@@ -136,7 +138,7 @@ def run_poor(tmp_path: Path, *flags: str, stop_after: int = 1000) -> tuple[Any, 
         return weight
 
     change_tensor(folder, POOR, spoil)
-    lines = [json.dumps({"id": f"r{n}", "text": f"{n} pens at 1.20"}) for n in range(6)]
+    lines = [json.dumps({"id": f"r{n}", "text": f"{n} pens at 1.20"}) for n in range(num_rows)]
     (tmp_path / "in.jsonl").write_text("\n".join(lines))
     job = {
         "model": {"path": str(folder), "device": "cpu"},
@@ -163,8 +165,10 @@ def test_fc_171_a_weight_that_is_no_number_fails_every_row_and_the_job(tmp_path:
 
 
 def test_fc_171_a_job_whose_first_rows_all_fail_so_stops(tmp_path: Path) -> None:
-    done, rows = run_poor(tmp_path, stop_after=2)
-    assert done.exit_code == 1 and len(rows) < 6
+    done, _ = run_poor(tmp_path, num_rows=400, stop_after=2)
+    assert done.exit_code == 1
+    summary = json.loads((tmp_path / "out" / "_batchmla" / "summary.json").read_text())
+    assert 2 <= summary["failed"] == summary["done"] < 400
     assert "errors.stop_after" in done.stderr
 
 
