@@ -45,6 +45,19 @@ def test_auto_goes_by_the_model_before_the_vocabulary(tokenizers):
         assert choose_format("auto", deepseek, model=model).name == name
 
 
+def test_minimax_m3_shares_turns_with_m2_and_not_the_tags_of_reasoning(tmp_path):
+    plain = ("<mm:think>", "</mm:think>")
+    folder = vocabulary.byte_level(tmp_path, special=("]~!b[", "]~b]", "[e~["), plain=plain)
+    m3 = Tokenizer.load(folder)
+    model = {"architectures": ["MiniMaxM3SparseForConditionalGeneration"]}
+    for known in (None, model, {"model_type": "minimax_m3_vl"}):
+        chosen = choose_format("auto", m3, model=known)
+        assert (chosen.name, chosen.start, chosen.end) == ("minimax_m3", *plain)
+    assert choose_format("minimax_m3", m3) == chosen
+    with pytest.raises(JobError, match="minimax_m2 needs the token <think>"):
+        choose_format("minimax_m2", m3)
+
+
 def test_auto_asks_the_template_where_models_of_two_formats_are_alike(tokenizers):
     deepseek = tokenizers["deepseek_v31"]
     model = {"model_type": "deepseek_v3"}

@@ -15,6 +15,7 @@ from batchmla.text.formats.dsml import MARK
 from batchmla.text.formats.format import Format
 from batchmla.text.formats.kimi_k2 import FORMAT as KIMI_K2
 from batchmla.text.formats.minimax_m2 import FORMAT as MINIMAX_M2
+from batchmla.text.formats.minimax_m3 import FORMAT as MINIMAX_M3
 from batchmla.text.formats.none import FORMAT as NONE
 from batchmla.text.formats.qwen3 import FORMAT as QWEN3
 from batchmla.text.tokenizer import Tokenizer
@@ -28,12 +29,13 @@ FORMATS: dict[str, Format] = {
         DEEPSEEK_V4,
         QWEN3,
         MINIMAX_M2,
+        MINIMAX_M3,
         KIMI_K2,
         NONE,
     )
 }
 ALIASES = {"deepseek_v31": "deepseek_v3"}
-NOT_BUILT = ("minimax_m3", "glm45")
+NOT_BUILT = ("glm45",)
 
 # architecture or model_type of config.json → format, where the model has one format only
 _BY_MODEL = {
@@ -47,12 +49,15 @@ _BY_MODEL = {
     "qwen3_moe": QWEN3,
     "MiniMaxM2ForCausalLM": MINIMAX_M2,
     "minimax_m2": MINIMAX_M2,
+    "MiniMaxM3SparseForConditionalGeneration": MINIMAX_M3,
+    "minimax_m3_vl": MINIMAX_M3,
     "kimi_k2": KIMI_K2,
 }
 
 # the turn token that only one family's vocabulary has → its format
 _BY_TOKEN = {
     "<|im_middle|>": KIMI_K2,
+    "<mm:think>": MINIMAX_M3,  # beside the turn token of M2
     "]~b]": MINIMAX_M2,
     "<｜User｜>": DEEPSEEK_R1,
     "<|im_start|>": QWEN3,
