@@ -107,9 +107,7 @@ def test_some_outputs_are_a_view(form: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize(
-    ("rows", "outputs", "inputs"), [(1, 576, 256), (33, 300, 160), (70, 64, 64)]
-)
+@pytest.mark.parametrize(("rows", "outputs", "inputs"), [(1, 576, 256), (70, 300, 160)])
 def test_linear(
     ops: Ops, form: str, dtype: torch.dtype, rows: int, outputs: int, inputs: int
 ) -> None:

@@ -78,7 +78,8 @@ def kinds_kept(model: Model) -> Counter[str]:
 @pytest.mark.parametrize(
     ("name", "backend"),
     [(name, "cpu") for name in WAYS]
-    + [(name, backend) for name in CUT for backend in ("reference", "torch")],
+    + [(name, "torch") for name in CUT]
+    + [(name, "reference") for name in CUT if name != "v3 fp8"],  # token by token, slow
 )
 def test_logits_are_those_of_the_expanded_model(
     saved: dict[str, Saved], name: str, backend: str

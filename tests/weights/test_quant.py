@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from quantise import Made, block_fp8, e4m3_value, group_fp4, group_int4
-from quantised import WAYS, Way, save, write_quantised
+from quantised import WAYS, save, write_quantised
 from safetensors.torch import load_file, save_file
 from tiny import read_config
 
@@ -171,13 +171,22 @@ def fails(folder: Path, *parts: str) -> None:
             assert part in str(caught.value), part
 
 
-def spoil(folder: Path, way: Way, change: Callable[[dict[str, torch.Tensor]], None]) -> Path:
-    """The quantised checkpoint of a tiny model with some tensors changed."""
-    saved = write_quantised(folder, way).quantised
-    tensors = load_file(saved / "model.safetensors")
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Quantised checkpoints of tiny models."""
+    return {
+        name: write_quantised(tmp_path_factory.mktemp(name.replace(" ", "_")), way).quantised
+        for name, way in WAYS.items()
+        if name in ("v3 fp8", "k2 int4", "k2 mxfp4", "v4 fp8 fp4")
+    }
+
+
+def spoil(folder: Path, whole: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> Path:
+    """The same with some tensors changed."""
+    tensors = load_file(whole / "model.safetensors")
     change(tensors)
-    save_file(tensors, saved / "model.safetensors")
-    return saved
+    save(folder, tensors, read_config(whole))
+    return folder
 
 
 O_PROJ = "model.layers.0.self_attn.o_proj"
@@ -217,9 +226,9 @@ def put(name: str, make: Callable[[torch.Tensor], torch.Tensor | None]) -> Calla
     ],
 )  # fmt: skip
 def test_headers_that_contradict_each_other_are_told(
-    tmp_path: Path, way: str, change: Callable[..., None], part: str
+    tmp_path: Path, whole: dict[str, Path], way: str, change: Callable[..., None], part: str
 ) -> None:
-    fails(spoil(tmp_path, WAYS[way], change), part)
+    fails(spoil(tmp_path, whole[way], change), part)
 
 
 @pytest.mark.parametrize(
@@ -234,11 +243,11 @@ def test_headers_that_contradict_each_other_are_told(
     ],
 )
 def test_a_config_that_contradicts_the_headers_is_told(
-    tmp_path: Path, way: str, changed: dict[str, object], part: str
+    tmp_path: Path, whole: dict[str, Path], way: str, changed: dict[str, object], part: str
 ) -> None:
-    folder = write_quantised(tmp_path, WAYS[way]).quantised
-    save(folder, load_file(folder / "model.safetensors"), read_config(folder) | changed)
-    fails(folder, part)
+    raw = read_config(whole[way]) | changed
+    save(tmp_path, load_file(whole[way] / "model.safetensors"), raw)
+    fails(tmp_path, part)
 
 
 def test_a_module_named_as_plain_is_not_quantised(tmp_path: Path) -> None:
@@ -269,9 +278,9 @@ def test_a_config_that_promises_too_much_is_told(tmp_path: Path) -> None:
     ],
 )
 def test_values_that_are_no_numbers_are_refused_while_loading(
-    tmp_path: Path, way: str, change: Callable[..., None], part: str
+    tmp_path: Path, whole: dict[str, Path], way: str, change: Callable[..., None], part: str
 ) -> None:
-    folder = spoil(tmp_path, WAYS[way], change)
+    folder = spoil(tmp_path, whole[way], change)
     with pytest.raises(JobError, match=r"download") as caught:
         load_model(
             folder, read_config(folder), Placement(), Par.single(), ops(), torch.float32, CPU
