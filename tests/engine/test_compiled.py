@@ -16,7 +16,7 @@ from batchmla.engine.engine import load_engine
 from batchmla.kernels.ops import Ops
 
 LENGTHS = (1, 7, 15, 16, 17, 31, 33, 64, 65, 100, 130)
-FAMILIES = ("v3_wide", "llama_tied", "qwen3", "qwen3_moe", "minimax_m2")
+FAMILIES = ("v3_wide", "llama_tied", "qwen3", "qwen3_moe", "minimax_m2", "minimax_m3")
 
 
 def first_logits(folder: Path, texts: list[list[int]], **options: Any) -> torch.Tensor:
