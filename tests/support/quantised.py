@@ -96,6 +96,7 @@ WAYS = {
         _block(modules_to_not_convert=["gate", "e_score_correction_bias", "lm_head"]),
         _fp8,
     ),
+    "m3 fp8": Way("minimax_m3", _block(), _fp8),
     "qwen3 fp8": Way("qwen3", _block(), _fp8),
     "v4 fp8 fp4": Way("v4", _block(scale_fmt="ue8m0") | {"expert_dtype": "fp4"}, _v4),
     "v4 base": Way("v4", _block(scale_fmt="ue8m0") | {"expert_dtype": "fp8"}, _v4_base),
