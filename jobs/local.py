@@ -257,7 +257,9 @@ def _template(chat: Renderer | None, folder: Path, tokenizer: Tokenizer) -> str 
 
 
 def _eos_ids(tokenizer: Tokenizer, config: Mapping[str, Any]) -> set[int]:
-    """What the tokenizer and config.json name as end of text."""
-    named = config.get("eos_token_id")
-    listed = named if isinstance(named, list) else [named]
+    """What the tokenizer and config.json name as end of text, there also for a model inside."""
+    inside = config.get("text_config")
+    parts = [config, inside] if isinstance(inside, Mapping) else [config]
+    named = [part.get("eos_token_id") for part in parts]
+    listed = [each for ids in named for each in (ids if isinstance(ids, list) else [ids])]
     return {each for each in (tokenizer.eos_id, *listed) if isinstance(each, int)}

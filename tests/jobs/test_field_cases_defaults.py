@@ -86,7 +86,12 @@ def test_fc_129_every_id_of_a_list_ends_the_text_and_sources_are_joined(
     edit_json(tmp_path / "model" / "config.json", lambda raw: raw.update(eos_token_id=[2, first]))
     ended, _ = answer(tmp_path)
     assert ended.token_ids.tolist() == said[:4], "config.json's list counts beside the other"
-    edit_json(tmp_path / "model" / "config.json", lambda raw: raw.update(eos_token_id=1))
+    inside = {"eos_token_id": 1, "text_config": {"eos_token_id": [2, first]}}
+    edit_json(tmp_path / "model" / "config.json", lambda raw: raw.update(inside))
+    ended, _ = answer(tmp_path)
+    assert ended.token_ids.tolist() == said[:4], "so does that of a text model inside another"
+    inside = {"eos_token_id": 1, "text_config": {}}
+    edit_json(tmp_path / "model" / "config.json", lambda raw: raw.update(inside))
     ended, _ = answer(tmp_path, stop_token_ids=[said[20]])
     assert ended.token_ids.tolist() == said[:9], "the job's ids drop none of the model's"
     say(tmp_path, eos_token_id=[first, second])

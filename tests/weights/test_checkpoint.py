@@ -132,7 +132,9 @@ def test_shards_are_found_through_the_index(saved: dict[str, Path], tmp_path: Pa
     (tmp_path / "model-1.safetensors").unlink()
     broken = tmp_path / "model-2.safetensors"
     broken.write_bytes(broken.read_bytes()[:-10])
-    with pytest.raises(JobError, match=r"model-1.* is missing \(\d+ tensors: model.*model-2.*cut off"):
+    with pytest.raises(
+        JobError, match=r"model-1.* is missing \(\d+ tensors: model.*model-2.*cut off"
+    ):
         load_from(tmp_path)
 
 
