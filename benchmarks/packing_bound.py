@@ -2,7 +2,8 @@
 
 Every distinct page of a prompt is computed once, and every completion token once. Each decode step
 reads the weights; there are at least as many as the pool allows, in which a row holds its own
-pages from its first token to its last, and shared pages take no room.
+pages from its first token to its last, and shared pages take no room. Their batch is taken as the
+mean one, and what the longest row takes beyond them as steps of its own.
 """
 
 from dataclasses import dataclass
@@ -49,14 +50,14 @@ def bound_of(trace: Trace, machine: Machine) -> Bound:
         generated += decodes
         prompt_tokens += length
         hit_tokens += known
-    most_decodes = max(trace.output_tokens) - trace.is_known
     steps = max(
         held_tokens / machine.pool_tokens,
         generated / machine.max_num_seqs,
         (prompt_tokens - hit_tokens + generated) / machine.max_batched_tokens,
-        most_decodes,
     )
-    read_bytes = steps * costs.weight_bytes(generated / steps) + kv_tokens * costs.kv_token_bytes
+    alone = max(0.0, max(trace.output_tokens) - trace.is_known - steps)
+    read_bytes = steps * costs.weight_bytes(generated / steps) + alone * costs.weight_bytes(1)
+    read_bytes += kv_tokens * costs.kv_token_bytes
     return Bound(
         compute_s=compute_flops / machine.rates.flops_per_s,
         memory_s=read_bytes / machine.rates.bytes_per_s,
