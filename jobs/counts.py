@@ -12,6 +12,7 @@ from batchmla.jobs.prompt import TooLong
 from batchmla.jobs.remote import place_of
 from batchmla.jobs.sample_counts import read_samples
 from batchmla.jobs.settings import ColumnRef
+from batchmla.jobs.shared_prefix import SharedPrefix
 from batchmla.jobs.spec import JobSpec
 from batchmla.jobs.summary import read_summary
 
@@ -29,9 +30,13 @@ class RowCounts:
     longest_prompt: int | None
     output_tokens: int | None
     is_whole: bool
+    shared_prefix_tokens: int | None = None  # at the start of every prompt that was counted
+    reusable_tokens: int | None = None  # in whole pages, which an earlier prompt has too
 
 
-def count_rows(spec: JobSpec, folder: Path, max_model_len: int, notes: list[str]) -> RowCounts:
+def count_rows(
+    spec: JobSpec, folder: Path, max_model_len: int, page_tokens: int, notes: list[str]
+) -> RowCounts:
     """Reads the input and renders its prompts, if the model has a tokenizer, for up to a minute.
 
     `max_model_len`: tokens that prompt and completion of a row may have together.
@@ -48,7 +53,7 @@ def count_rows(spec: JobSpec, folder: Path, max_model_len: int, notes: list[str]
             is_whole=False,
         )  # fmt: skip
     text = local_text(spec, table, max_model_len)
-    tally, started_s, is_whole = _Tally(max_model_len), time.monotonic(), True
+    tally, started_s, is_whole = _Tally(max_model_len, page_tokens), time.monotonic(), True
     for rows in table.rows(0, None):
         first = rows[0].index
         counts = [1] * len(rows)
@@ -82,14 +87,17 @@ def count_rows(spec: JobSpec, folder: Path, max_model_len: int, notes: list[str]
         longest_prompt=tally.longest,
         output_tokens=output_tokens,
         is_whole=is_whole,
+        shared_prefix_tokens=tally.prefix.common_tokens,
+        reusable_tokens=round(tally.prefix.reusable_tokens * factor),
     )
 
 
 class _Tally:
     """Sums over rendered prompts."""
 
-    def __init__(self, max_model_len: int) -> None:
+    def __init__(self, max_model_len: int, page_tokens: int) -> None:
         self._max_model_len = max_model_len
+        self.prefix = SharedPrefix(page_tokens)
         self.rows = self.samples = self.failing = self.too_long = 0
         self.prompt_tokens = self.longest = 0
         self.most_output = 0  # tokens that the rows could generate
@@ -106,6 +114,7 @@ class _Tally:
                 length, most = len(prompt.token_ids), prompt.params.max_tokens
                 room = max(0, self._max_model_len - length)
                 self.prompt_tokens += count * length
+                self.prefix.add(prompt.token_ids, count)
                 self.longest = max(self.longest, length)
                 self.most_output += count * (room if most is None else min(most, room))
 

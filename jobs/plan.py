@@ -51,6 +51,8 @@ class Plan:
     rows_too_long: int | None
     rows_failing: int | None
     longest_prompt: int | None
+    shared_prefix_tokens: int | None
+    reusable_tokens: int | None
     predicted_output_tokens: int | None
     predicted_seconds: float | None
     packing: str
@@ -72,7 +74,7 @@ def plan_job(loaded: LoadedSpec, hardware: str | None = None) -> Plan:
     check_what_is_there(folder, facts.raw, config.placement, spec.model.load_format, notes)
     if facts.quantization is not None:
         notes.append(_quantised_note(facts.quantization, config))
-    counts = count_rows(spec, folder, config.max_model_len, notes)
+    counts = count_rows(spec, folder, config.max_model_len, config.layout.page_tokens, notes)
     lengths = sorted(
         {length for length in PLAN_LENGTHS if length <= facts.config.max_positions}
         | {config.max_model_len}
@@ -111,6 +113,8 @@ def plan_job(loaded: LoadedSpec, hardware: str | None = None) -> Plan:
         rows_too_long=counts.rows_too_long,
         rows_failing=counts.rows_failing,
         longest_prompt=counts.longest_prompt,
+        shared_prefix_tokens=counts.shared_prefix_tokens,
+        reusable_tokens=counts.reusable_tokens if config.prefix_caching else 0,
         predicted_output_tokens=counts.output_tokens,
         predicted_seconds=_predict(facts, config, machine, counts, notes),
         packing=_packing_words(spec),

@@ -54,6 +54,11 @@ def _plan_lines(plan: Plan) -> list[str]:
             f"longest prompt {plan.longest_prompt:,} tokens; rows too long: "
             f"{plan.rows_too_long:,}; rows that will fail: {plan.rows_failing:,}"
         )
+    if plan.shared_prefix_tokens is not None:
+        lines.append(
+            f"prefix cache: {plan.reusable_tokens:,} prompt tokens; all prompts share their first "
+            f"{plan.shared_prefix_tokens:,}, of which whole pages of {plan.block_size} are served"
+        )
     if plan.predicted_seconds is not None:
         lines.append(f"predicted: {plan.predicted_seconds:,.1f} s, as bounded by the notes")
     lines += [f"note: {note}" for note in plan.notes]

@@ -263,6 +263,7 @@ class _Run:
         packer = Packer(
             order=engine.order,
             window_rows=engine.window_rows,
+            dedupe=engine.dedupe,
             is_stopping=self.signals.is_stopping,
         )
         return Loop(
@@ -339,6 +340,7 @@ class _Run:
             engine_s=0.0 if loop is None else loop.engine_s,
             wall_s=time.monotonic() - self.started_s,
             rows_this_run=0 if loop is None else loop.finished,
+            deduped=0 if loop is None else loop.num_twins,
             duplicates=self.journal.duplicates,
             reason=reason,
             effective={} if loop is None else loop.effective,

@@ -16,7 +16,8 @@ from logits import watch_logits
 from tiny import write_tiny
 
 from batchmla.core import Completion, EngineOptions, Prompt, SamplingParams
-from batchmla.engine.engine import EngineCore, load_engine
+from batchmla.engine.engine import EngineCore, load_engine, plan_engine, read_config
+from batchmla.engine.hardware import detect
 from batchmla.engine.source import ListSource
 from batchmla.errors import DeviceError, JobError
 
@@ -142,3 +143,28 @@ def test_what_a_rank_finds_wrong_is_told(tmp_path: Path) -> None:
     with pytest.raises(JobError, match="cannot be split over 3 devices"):
         open_engine(tmp_path, 3)
     assert not children()
+
+
+@pytest.mark.parametrize(("name", "cut"), [("v3", 1), ("llama", 2)])
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_fc_103_the_plan_counts_what_a_rank_allocates(
+    tmp_path: Path, name: str, cut: int, tensor: int
+) -> None:
+    """Latents are whole on every rank, heads of keys and values are cut."""
+    write_tiny(tmp_path, name)
+    options = EngineOptions(
+        model=str(tmp_path), device="cpu", dtype="float32", block_size=16, max_model_len=64,
+        max_num_seqs=4, tensor_parallel=tensor,
+    )  # fmt: skip
+    raw = read_config(tmp_path)
+    config = plan_engine(raw, options, detect("cpu"))
+    if name == "v3":
+        width = raw["kv_lora_rank"] + raw["qk_rope_head_dim"]
+    else:
+        width = 2 * raw["num_key_value_heads"] * raw["hidden_size"] // raw["num_attention_heads"]
+    share = tensor if cut == 2 else 1
+    assert config.layout.bytes_for(16) == 16 * raw["num_hidden_layers"] * width // share * 4
+    engine = load_engine(options)
+    cache = engine._runner._forward._cache
+    assert config.kv_pool_bytes == sum(part.nbytes for layer in cache for part in layer.values())
+    engine.close()

@@ -11,8 +11,7 @@ from batchmla import kernels
 from batchmla.errors import JobError
 from batchmla.layers.rope import RopeKind, RopeSpec
 from batchmla.models import get_family
-from batchmla.models.load import count_model, load_model
-from batchmla.parallel import Par
+from batchmla.models.load import count_model
 from batchmla.placement import Placement
 from batchmla.weights.rules import expand
 
