@@ -112,7 +112,6 @@ def test_a_model_that_does_not_fit_is_drafted_for_plan_and_refused_for_a_run() -
         ({"max_num_seqs": -1}, "max_num_seqs is -1"),
         ({"block_size": 24}, "power of two"),
         ({"max_model_len": 8193}, "only 8192 positions"),
-        ({"tensor_parallel": 2}, "model.parallel.tensor = 2 is not built yet"),
     ],
 )
 def test_values_that_make_no_engine(change: dict[str, Any], message: str) -> None:

@@ -116,7 +116,7 @@ def test_greedy_ids_and_logits_equal_transformers(case: Case, change: dict[str, 
     check(case, found, logits)
     stats = engine.stats()
     if "kv_pool_tokens" in change:
-        assert stats.preemptions > 9
+        assert stats.preemptions > 5
     elif has_lanes:  # kept where the second prompt was seen to leave the first
         assert [found[i].cached_tokens for i in (6, 8)] == [0, 40]
     elif change.get("max_num_seqs") != 2:

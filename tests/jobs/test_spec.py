@@ -236,7 +236,7 @@ def test_all_faults_come_at_once_in_the_order_of_the_file(tmp_path: Path) -> Non
     "override",
     [
         "model.path=s3://bucket/model", "model.parallel=auto",
-        "model.parallel.tensor=2", "model.parallel.expert=8", "model.parallel.attention_data=2",
+        "model.parallel.expert=8", "model.parallel.attention_data=2",
         "model.speculative=mtp",
         "executor.kind=ray", "executor.replicas=2",
         "executor.replicas={min: 1, max: 8}", "executor.address=ray://x",
