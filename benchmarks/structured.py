@@ -20,6 +20,7 @@ Results go to benchmarks/results/structured.json.
 import argparse
 import json
 import statistics
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -28,6 +29,8 @@ from typing import Any
 
 import jsonschema
 import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from batchmla.core import Completion, Engine, Prompt
 from batchmla.engine.source import ListSource
