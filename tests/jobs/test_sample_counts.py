@@ -266,11 +266,13 @@ def test_plans_and_reports_count_samples(tmp_path: Path) -> None:
     folder = find_model("builtin:tally")
     notes: list[str] = []
     even = count_rows(
-        build_spec({**spec, "sampling": {"n": 2, "max_tokens": 5}}).spec, folder, 512, []
+        build_spec({**spec, "sampling": {"n": 2, "max_tokens": 5}}).spec, folder, 512, 16, []
     )
-    single = count_rows(build_spec({**spec, "sampling": {"max_tokens": 5}}).spec, folder, 512, [])
+    single = count_rows(
+        build_spec({**spec, "sampling": {"max_tokens": 5}}).spec, folder, 512, 16, []
+    )
     asked = {**COLUMN, "max_tokens": 5}
-    found = count_rows(build_spec({**spec, "sampling": asked}).spec, folder, 512, notes)
+    found = count_rows(build_spec({**spec, "sampling": asked}).spec, folder, 512, 16, notes)
     total = len(PAIRS)
     assert (single.rows, even.rows, found.rows) == (12, 24, total)
     assert single.prompt_tokens is not None and even.prompt_tokens == 2 * single.prompt_tokens
