@@ -5,17 +5,19 @@ T tokens, N rows whose logits are wanted, M model width, V vocabulary.
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import torch
 
-from batchmla.kernels.ops import Ops
+from batchmla.kernels.ops import Ops, RouterDims
 from batchmla.kv.cache import LayerCache
 from batchmla.kv.step import Step
 from batchmla.layers.block import Block
 from batchmla.layers.embed import Embedding, Head
+from batchmla.layers.moe import Moe
 from batchmla.layers.norm import RmsNorm
 from batchmla.models.base import Plans
+from batchmla.parallel import Par
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +56,21 @@ class Layer(Block):
         self.ffn = ffn
 
 
+class DecoderConfig(Protocol):
+    """What the parts around the layers need to know."""
+
+    @property
+    def num_layers(self) -> int: ...
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def width(self) -> int: ...
+    @property
+    def eps(self) -> float: ...
+    @property
+    def is_tied(self) -> bool: ...
+
+
 class Decoder(Block):
     """A whole model on one rank. `plan_step` makes one plan per attention kind."""
 
@@ -71,6 +88,22 @@ class Decoder(Block):
         self.head = head
         self._plan_step = plan_step
         self._is_told = False
+
+    @classmethod
+    def assemble(
+        cls,
+        config: DecoderConfig,
+        par: Par,
+        ops: Ops,
+        build_layer: Callable[[int], Layer],
+        plan_step: Callable[[Step, torch.dtype], Plans],
+    ) -> Self:
+        """Embedding, layers by their index, norm and head, which may be the embedding again."""
+        embed = Embedding(par, config.vocab_size, config.width)
+        tied = embed if config.is_tied else None
+        head = Head(par, ops, config.vocab_size, config.width, tied)
+        layers = tuple(build_layer(index) for index in range(config.num_layers))
+        return cls(embed, layers, RmsNorm(ops, config.width, config.eps), head, plan_step)
 
     def plan(self, step: Step) -> Plans:
         """Once a step, not per layer."""
@@ -105,3 +138,33 @@ class Decoder(Block):
     def logits(self, hidden_NM: torch.Tensor) -> torch.Tensor:
         """float32 [N, V]."""
         return self.head.forward(hidden_NM)
+
+
+class ExpertsConfig(Protocol):
+    """Widths and numbers of experts, of which shared ones are computed as one."""
+
+    @property
+    def width(self) -> int: ...
+    @property
+    def expert_width(self) -> int: ...
+    @property
+    def num_experts(self) -> int: ...
+    @property
+    def num_shared(self) -> int: ...
+    @property
+    def router(self) -> RouterDims: ...
+
+
+def build_moe(config: ExpertsConfig, par: Par, ops: Ops, *, has_router_bias: bool = True) -> Moe:
+    """DeepSeek-V3's experts, which others took over: router, routed ones, and the shared ones as
+    one."""
+    return Moe(
+        par,
+        ops,
+        width=config.width,
+        num_experts=config.num_experts,
+        expert_width=config.expert_width,
+        shared_width=config.num_shared * config.expert_width,
+        router=config.router,
+        has_router_bias=has_router_bias,
+    )

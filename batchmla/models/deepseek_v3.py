@@ -16,13 +16,10 @@ from batchmla.attention import mla
 from batchmla.kernels.ops import MlaDims, Ops, RouterDims, Scoring
 from batchmla.kv.layout import KVLayout
 from batchmla.kv.step import Step
-from batchmla.layers.embed import Embedding, Head
 from batchmla.layers.mlp import GatedMlp
-from batchmla.layers.moe import Moe
-from batchmla.layers.norm import RmsNorm
 from batchmla.layers.rope import Rope, RopeSpec
 from batchmla.models.base import Plans
-from batchmla.models.decoder import Decoder, Layer
+from batchmla.models.decoder import Decoder, Ffn, Layer, build_moe
 from batchmla.models.hf import (
     MAX_EXPERTS,
     MAX_LAYERS,
@@ -177,30 +174,14 @@ def build(config: Config, par: Par, ops: Ops) -> DeepseekV3:
         attention = mla.MlaAttention(
             par, ops, width=config.width, query_rank=config.query_rank, dims=dims, eps=config.eps
         )
-        ffn = _build_moe(config, par, ops) if index >= config.num_dense_layers else GatedMlp(
-            par, ops, config.width, config.ffn_width
-        )  # fmt: skip
+        ffn: Ffn = GatedMlp(par, ops, config.width, config.ffn_width)
+        if index >= config.num_dense_layers:
+            ffn = build_moe(config, par, ops, has_router_bias=config.has_router_bias)
         return Layer(ops, config.width, config.eps, mla.KIND, attention, ffn)
 
-    embed = Embedding(par, config.vocab_size, config.width)
-    head = Head(par, ops, config.vocab_size, config.width, embed if config.is_tied else None)
-    layers = tuple(build_layer(index) for index in range(config.num_layers))
-    model = DeepseekV3(embed, layers, RmsNorm(ops, config.width, config.eps), head, plan_step)
+    model = DeepseekV3.assemble(config, par, ops, build_layer, plan_step)
     model.mla_forms = mla.MlaForms.CHEAPEST
     return model
-
-
-def _build_moe(config: Config, par: Par, ops: Ops) -> Moe:
-    return Moe(
-        par,
-        ops,
-        width=config.width,
-        num_experts=config.num_experts,
-        expert_width=config.expert_width,
-        shared_width=config.num_shared * config.expert_width,
-        router=config.router,
-        has_router_bias=config.has_router_bias,
-    )
 
 
 def rules(config: Config) -> tuple[Rule | Skip, ...]:

@@ -16,14 +16,11 @@ from batchmla.errors import JobError
 from batchmla.kernels.ops import MlaDims, Ops, RouterDims
 from batchmla.kv.layout import KVLayout
 from batchmla.kv.step import Step
-from batchmla.layers.embed import Embedding, Head
 from batchmla.layers.indexer import IndexerDims
 from batchmla.layers.mlp import GatedMlp
-from batchmla.layers.moe import Moe
-from batchmla.layers.norm import RmsNorm
 from batchmla.layers.rope import Rope, RopeSpec
 from batchmla.models.base import Plans
-from batchmla.models.decoder import Decoder, Layer
+from batchmla.models.decoder import Decoder, Layer, build_moe
 from batchmla.models.hf import (
     MAX_EXPERTS,
     MAX_HEAD_WIDTH,
@@ -176,30 +173,14 @@ def build(config: Config, par: Par, ops: Ops) -> DeepseekV32:
             par, ops, width=config.width, query_rank=config.query_rank, dims=dims,
             index=config.index, eps=config.eps,
         )  # fmt: skip
-        ffn = _build_moe(config, par, ops) if index >= config.num_dense_layers else GatedMlp(
+        ffn = build_moe(config, par, ops) if index >= config.num_dense_layers else GatedMlp(
             par, ops, config.width, config.ffn_width
         )  # fmt: skip
         return Layer(ops, config.width, config.eps, sparse.KIND, attention, ffn)
 
-    embed = Embedding(par, config.vocab_size, config.width)
-    head = Head(par, ops, config.vocab_size, config.width, embed if config.is_tied else None)
-    layers = tuple(build_layer(index) for index in range(config.num_layers))
-    model = DeepseekV32(embed, layers, RmsNorm(ops, config.width, config.eps), head, plan_step)
+    model = DeepseekV32.assemble(config, par, ops, build_layer, plan_step)
     model.mla_forms = MlaForms.CHEAPEST
     return model
-
-
-def _build_moe(config: Config, par: Par, ops: Ops) -> Moe:
-    return Moe(
-        par,
-        ops,
-        width=config.width,
-        num_experts=config.num_experts,
-        expert_width=config.expert_width,
-        shared_width=config.num_shared * config.expert_width,
-        router=config.router,
-        has_router_bias=True,
-    )
 
 
 def rules(config: Config) -> tuple[Rule | Skip, ...]:

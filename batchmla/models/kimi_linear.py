@@ -11,13 +11,10 @@ from batchmla.attention.kda_plan import plan as plan_delta
 from batchmla.kernels.ops import Ops
 from batchmla.kv.layout import KVLayout, Resume
 from batchmla.kv.step import Step
-from batchmla.layers.embed import Embedding, Head
 from batchmla.layers.mlp import GatedMlp
-from batchmla.layers.moe import Moe
-from batchmla.layers.norm import RmsNorm
 from batchmla.layers.rope import NoRope
 from batchmla.models.base import Plans
-from batchmla.models.decoder import Attention, Decoder, Ffn, Layer
+from batchmla.models.decoder import Attention, Decoder, Ffn, Layer, build_moe
 from batchmla.models.kimi_linear_config import LATENT_EPS, Config
 from batchmla.models.kimi_linear_names import rules
 from batchmla.parallel import Par
@@ -79,25 +76,9 @@ def build(config: Config, par: Par, ops: Ops) -> KimiLinear:
             )  # fmt: skip
         ffn: Ffn = GatedMlp(par, ops, config.width, config.ffn_width)
         if index in config.routed_layers:
-            ffn = _build_moe(config, par, ops)
+            ffn = build_moe(config, par, ops)
         return Layer(ops, config.width, config.eps, kind, attention, ffn)
 
-    embed = Embedding(par, config.vocab_size, config.width)
-    head = Head(par, ops, config.vocab_size, config.width, embed if config.is_tied else None)
-    layers = tuple(build_layer(index) for index in range(config.num_layers))
-    model = KimiLinear(embed, layers, RmsNorm(ops, config.width, config.eps), head, plan_step)
+    model = KimiLinear.assemble(config, par, ops, build_layer, plan_step)
     model.mla_forms = mla.MlaForms.CHEAPEST
     return model
-
-
-def _build_moe(config: Config, par: Par, ops: Ops) -> Moe:
-    return Moe(
-        par,
-        ops,
-        width=config.width,
-        num_experts=config.num_experts,
-        expert_width=config.expert_width,
-        shared_width=config.num_shared * config.expert_width,
-        router=config.router,
-        has_router_bias=True,
-    )

@@ -14,10 +14,8 @@ from batchmla.errors import JobError
 from batchmla.kernels.ops import Ops, RouterDims, Scoring
 from batchmla.kv.layout import KVLayout
 from batchmla.kv.step import Step
-from batchmla.layers.embed import Embedding, Head
 from batchmla.layers.mlp import GatedMlp
 from batchmla.layers.moe import Moe
-from batchmla.layers.norm import RmsNorm
 from batchmla.layers.rope import Rope, RopeSpec
 from batchmla.models.base import Plans
 from batchmla.models.decoder import Decoder, Layer
@@ -196,10 +194,7 @@ def build(config: Config, par: Par, ops: Ops) -> Decoder:
         ffn = _build_ffn(config, par, ops, index)
         return Layer(ops, config.width, config.eps, gqa.KIND, attention, ffn)
 
-    embed = Embedding(par, config.vocab_size, config.width)
-    head = Head(par, ops, config.vocab_size, config.width, embed if config.is_tied else None)
-    layers = tuple(build_layer(index) for index in range(config.num_layers))
-    return Decoder(embed, layers, RmsNorm(ops, config.width, config.eps), head, plan_step)
+    return Decoder.assemble(config, par, ops, build_layer, plan_step)
 
 
 def _build_ffn(config: Config, par: Par, ops: Ops, layer: int) -> Moe | GatedMlp:

@@ -11,9 +11,7 @@ from batchmla.errors import JobError
 from batchmla.kernels.ops import Ops, RouterDims
 from batchmla.kv.layout import KVLayout
 from batchmla.kv.step import Step
-from batchmla.layers.embed import Embedding, Head
 from batchmla.layers.moe import Moe
-from batchmla.layers.norm import RmsNorm
 from batchmla.layers.rope import Rope, RopeSpec
 from batchmla.models.base import Plans
 from batchmla.models.decoder import Decoder, Layer
@@ -154,7 +152,7 @@ def build(config: Config, par: Par, ops: Ops) -> Decoder:
     def plan_step(step: Step, dtype: torch.dtype) -> Plans:
         return {gqa.KIND: gqa.plan(step, rope, config.head_dim, dtype, ops.reads_pages)}
 
-    def build_layer() -> Layer:
+    def build_layer(_: int) -> Layer:
         attention = gqa.GqaAttention(
             par,
             ops,
@@ -177,10 +175,7 @@ def build(config: Config, par: Par, ops: Ops) -> Decoder:
         )
         return Layer(ops, config.width, config.eps, gqa.KIND, attention, ffn)
 
-    embed = Embedding(par, config.vocab_size, config.width)
-    head = Head(par, ops, config.vocab_size, config.width, embed if config.is_tied else None)
-    layers = tuple(build_layer() for _ in range(config.num_layers))
-    return Decoder(embed, layers, RmsNorm(ops, config.width, config.eps), head, plan_step)
+    return Decoder.assemble(config, par, ops, build_layer, plan_step)
 
 
 def rules(config: Config) -> tuple[Rule | Skip, ...]:
