@@ -50,7 +50,8 @@ class Ranks:
         self._pipes: dict[int, connection.Connection] = {}
         self._processes: dict[int, SpawnProcess] = {}
         atexit.register(self.close)
-        num_threads = max(1, torch.get_num_threads() // placement.num_ranks)
+        self._threads_before = torch.get_num_threads()
+        num_threads = max(1, self._threads_before // placement.num_ranks)
         context = multiprocessing.get_context("spawn")
         for rank in range(1, placement.num_ranks):
             receiver, sender = context.Pipe(duplex=False)
@@ -116,6 +117,7 @@ class Ranks:
             process.join()
         if self._par is not None:
             self._par.close()
+        torch.set_num_threads(self._threads_before)
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _kill(self) -> None:

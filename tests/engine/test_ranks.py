@@ -5,7 +5,6 @@ everything when a rank ends.
 import os
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -22,14 +21,6 @@ from batchmla.engine.source import ListSource
 from batchmla.errors import DeviceError, JobError
 
 SLOW_TOKENS = 600  # of a prompt that goes on while ranks are disturbed
-
-
-@pytest.fixture(autouse=True)
-def all_threads_come_back() -> Iterator[None]:
-    """An engine on ranks shares this process's threads with them."""
-    num_threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(num_threads)
 
 
 def make_prompts(num: int, max_tokens: int) -> list[Prompt]:
@@ -168,3 +159,16 @@ def test_fc_103_the_plan_counts_what_a_rank_allocates(
     cache = engine._runner._forward._cache
     assert config.kv_pool_bytes == sum(part.nbytes for layer in cache for part in layer.values())
     engine.close()
+
+
+def test_threads_are_shared_with_ranks_and_come_back(tmp_path: Path) -> None:
+    write_tiny(tmp_path, "llama")
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        engine = open_engine(tmp_path, 2)
+        assert torch.get_num_threads() == 1
+        engine.close()
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
