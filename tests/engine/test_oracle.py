@@ -78,12 +78,12 @@ def make_case(folder: Path, name: str) -> Case:
 
 
 def preempt_often(engine: EngineCore) -> None:
-    """Every fourth step the youngest sequence loses its pages, needed or not."""
+    """Every third step the youngest sequence loses its pages, needed or not."""
     scheduler, steps = engine._scheduler, itertools.count(1)
     plain_schedule = scheduler.schedule
 
     def schedule() -> list[Chunk]:
-        if next(steps) % 4 == 0 and scheduler.num_running > 1:
+        if next(steps) % 3 == 0 and scheduler.num_running > 1:
             scheduler._preempt(scheduler.group.running[-1])
         return plain_schedule()
 
@@ -116,7 +116,7 @@ def test_greedy_ids_and_logits_equal_transformers(case: Case, change: dict[str, 
     check(case, found, logits)
     stats = engine.stats()
     if "kv_pool_tokens" in change:
-        assert stats.preemptions > 5
+        assert stats.preemptions > 9
     elif has_lanes:  # kept where the second prompt was seen to leave the first
         assert [found[i].cached_tokens for i in (6, 8)] == [0, 40]
     elif change.get("max_num_seqs") != 2:

@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from echo_job import EchoEngine, EchoJob
+from echo_job import EchoJob, LetterEngine
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scripted import ScriptedTable, sample_texts, write_rows
@@ -93,24 +93,6 @@ def test_numbers_take_two_bytes_a_row() -> None:
     tracemalloc.stop()
     assert samples is not None and samples.total(None) == 33_333 * 6 + 1
     assert kept_bytes < 2.5e5 and most_bytes < 2e6
-
-
-class LetterEngine(EchoEngine):
-    """Says the prompt again, then a letter that its random stream decides; notes the prompts."""
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        self.prompts: list[Prompt] = []
-
-    def _complete(self, prompt: Prompt) -> Completion:
-        made = super()._complete(prompt)
-        self.prompts.append(prompt)
-        letter = np.array([prompt.token_ids[prompt.stream_key % len(prompt.token_ids)]], np.int32)
-        return Completion(
-            row_id=made.row_id, index=made.index, sample=prompt.sample,
-            token_ids=np.concatenate([made.token_ids, letter]), finish_reason=made.finish_reason,
-            prompt_tokens=made.prompt_tokens,
-        )  # fmt: skip
 
 
 def job_of(folder: Path, times: list[Any] | None = None, *, form: str = "parquet") -> EchoJob:

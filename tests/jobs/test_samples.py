@@ -3,14 +3,12 @@
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from echo_job import EchoEngine, EchoJob
+from echo_job import EchoJob, LetterEngine
 from scripted import ScriptedTable, sample_texts, write_rows
 
-from batchmla.core import Completion, Prompt
 from batchmla.errors import JobError
 from batchmla.jobs.prompt import stream_key
 from batchmla.jobs.sample_counts import EvenSamples
@@ -42,24 +40,6 @@ def test_every_row_comes_as_often_as_it_has_samples(tmp_path: Path, num_samples:
         ]
 
 
-class SampleEngine(EchoEngine):
-    """Says the prompt again, then a letter that its random stream decides; notes the prompts."""
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        self.prompts: list[Prompt] = []
-
-    def _complete(self, prompt: Prompt) -> Completion:
-        made = super()._complete(prompt)
-        self.prompts.append(prompt)
-        letter = np.array([prompt.token_ids[prompt.stream_key % len(prompt.token_ids)]], np.int32)
-        return Completion(
-            row_id=made.row_id, index=made.index, sample=prompt.sample,
-            token_ids=np.concatenate([made.token_ids, letter]), finish_reason=made.finish_reason,
-            prompt_tokens=made.prompt_tokens,
-        )  # fmt: skip
-
-
 def job_of(folder: Path, num_rows: int = 40) -> EchoJob:
     prompts = [f"abcdefgh {n}" if n != 5 else None for n in range(num_rows)]
     table = pa.table({"id": list(range(num_rows)), "prompt": prompts})
@@ -68,7 +48,7 @@ def job_of(folder: Path, num_rows: int = 40) -> EchoJob:
 
 
 def test_samples_have_streams_of_their_own_and_a_column(tmp_path: Path) -> None:
-    job, engine = job_of(tmp_path), SampleEngine()
+    job, engine = job_of(tmp_path), LetterEngine()
     summary = job.run(engine, sampling={"n": 3}, output={"rows_per_file": 50})
     assert (summary.rows, summary.done, summary.failed) == (120, 120, 3)
     rows = job.rows()
@@ -86,11 +66,11 @@ def test_samples_have_streams_of_their_own_and_a_column(tmp_path: Path) -> None:
     schema = pq.read_schema(job.output / "part-00000.parquet")
     assert schema.field("sample").type == pa.int32()
     again = job.run(
-        SampleEngine(), sampling={"n": 3}, output={"rows_per_file": 50}, retry_failed=True
+        LetterEngine(), sampling={"n": 3}, output={"rows_per_file": 50}, retry_failed=True
     )
     assert (again.done, again.failed, again.rows_this_run) == (120, 3, 3) and job.rows() == rows
     single = job_of(tmp_path)
-    single.run(SampleEngine(), fresh=True)
+    single.run(LetterEngine(), fresh=True)
     assert "sample" not in single.rows()[0]
     assert [row["content"] for row in single.rows()] == [row["content"] for row in rows[::3]]
 
@@ -101,7 +81,7 @@ def test_a_run_cut_within_a_row_goes_on_with_its_other_samples(tmp_path: Path, f
         "sampling": {"n": 3}, "output": {"rows_per_file": 20, "format": form}
     }  # fmt: skip
     job = job_of(tmp_path)
-    job.run(SampleEngine(), limit=4, **sections)
+    job.run(LetterEngine(), limit=4, **sections)
     ending = "*.parquet" if form == "parquet" else "*.jsonl"
 
     def content() -> list[Any]:
@@ -112,19 +92,19 @@ def test_a_run_cut_within_a_row_goes_on_with_its_other_samples(tmp_path: Path, f
 
     assert len(content()) == 12  # a limit counts rows of the input
     with pytest.raises(RuntimeError):
-        job.run(SampleEngine(max_running=2, fail_after=40), **sections)
-    engine = SampleEngine()
+        job.run(LetterEngine(max_running=2, fail_after=40), **sections)
+    engine = LetterEngine()
     assert job.run(engine, **sections).done == 120
     assert 0 < len(engine.prompts) < 117 - 12
     cut = content()
-    job.run(SampleEngine(), fresh=True, **sections)
+    job.run(LetterEngine(), fresh=True, **sections)
     assert content() == cut
 
 
 def test_the_number_of_samples_is_fixed(tmp_path: Path) -> None:
     job = job_of(tmp_path)
-    job.run(SampleEngine(), sampling={"n": 2})
+    job.run(LetterEngine(), sampling={"n": 2})
     with pytest.raises(JobError, match=r"sampling\.n"):
-        job.run(SampleEngine(), sampling={"n": 3}, accept_changes=True)
+        job.run(LetterEngine(), sampling={"n": 3}, accept_changes=True)
     with pytest.raises(JobError, match=r"sampling\.n: several samples in output\.format openai_b"):
         job.run(sampling={"n": 2}, output={"format": "openai_batch"})

@@ -87,3 +87,21 @@ class EchoJob:
 
 
 _WISHES = ("limit", "fresh", "retry_failed", "accept_changes")
+
+
+class LetterEngine(EchoEngine):
+    """Says the prompt again, then a letter that its random stream decides; notes the prompts."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.prompts: list[Prompt] = []
+
+    def _complete(self, prompt: Prompt) -> Completion:
+        made = super()._complete(prompt)
+        self.prompts.append(prompt)
+        letter = np.array([prompt.token_ids[prompt.stream_key % len(prompt.token_ids)]], np.int32)
+        return Completion(
+            row_id=made.row_id, index=made.index, sample=prompt.sample,
+            token_ids=np.concatenate([made.token_ids, letter]), finish_reason=made.finish_reason,
+            prompt_tokens=made.prompt_tokens,
+        )  # fmt: skip
