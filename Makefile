@@ -8,7 +8,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test lint types unit test-integrations clean
+.PHONY: demo test lint types unit kernels test-integrations clean
 
 # torch is asked for by its exact version: an open range would take a CUDA build of several GB
 $(STAMP): pyproject.toml constraints.txt
@@ -20,7 +20,7 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)
 	$(BIN)/python -P examples/tally/demo.py
 
-test: lint types unit
+test: lint types unit kernels
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -31,7 +31,12 @@ types: $(STAMP)
 	$(BIN)/mypy
 
 unit: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -P -m pytest -q --durations=15 -n 2 --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/python -P -m pytest -q --durations=15 -n 2 --dist loadfile --ignore=tests/gpu
+
+# Triton decides when imported whether it interprets or compiles: a process for each
+kernels: $(STAMP)
+	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/python -P -m pytest -q --durations=10 -n 2 tests/gpu
+	OMP_NUM_THREADS=1 $(BIN)/python -P -m pytest -q --durations=10 tests/gpu
 
 # each library in an environment of its own, since they disagree about others
 test-integrations: $(STAMP)

@@ -1,0 +1,3 @@
+"""Before the first launch."""
+
+import triton_interpreter  # noqa: F401
