@@ -225,6 +225,7 @@ class Completion:
     what follows a stop string; the last `trimmed_bytes` bytes of the last token belong to that.
     `forced_at` is the position of the first forced token when the budget ended the reasoning, or,
     with `has_looped`, the loop guard. On error `token_ids` is empty and `error` is a sentence.
+    `first_token_at_s` is when its first token was there, on the clock of `time.perf_counter`.
     """
 
     row_id: str
@@ -239,6 +240,7 @@ class Completion:
     trimmed_bytes: int = 0
     logprobs: Logprobs | None = None
     prompt_logprobs: Logprobs | None = None
+    first_token_at_s: float | None = field(default=None, compare=False)
     error: str | None = None
 
 
@@ -256,6 +258,7 @@ class EngineStats:
     computed_tokens: int = 0  # rows of forward passes, recomputation included
     generated_tokens: int = 0
     preemptions: int = 0
+    step_downs: int = 0  # steps that ran out of memory and were made smaller
     step_s: float = 0.0  # time inside forward passes and sampling
 
 

@@ -17,6 +17,7 @@ from typing import Any
 from jinja2 import Environment, StrictUndefined
 
 from batchmla.errors import JobError, StorageError
+from batchmla.jobs.figure import check_library
 from batchmla.jobs.progress import format_s
 from batchmla.jobs.remote import RemotePath, place_of
 from batchmla.jobs.remote_store import RemoteStore
@@ -25,7 +26,6 @@ from batchmla.jobs.report_data import ReportData, read_report
 from batchmla.jobs.report_path import report_path
 from batchmla.jobs.report_plots import (
     Timeline,
-    check_library,
     lengths_plot,
     pool_plot,
     rows_plot,
@@ -62,7 +62,7 @@ def write_report(output: Path, file: Path | None = None) -> Path:
     Raises a `JobError` for what is no output folder or no place for a file, or without matplotlib;
     a `StorageError` when the file cannot be written.
     """
-    check_library()
+    check_library("batchmla report")
     output, file = place_of(output), None if file is None else place_of(file)
     if file is not None and not isinstance(file, RemotePath):
         _check_place(file)

@@ -1,41 +1,16 @@
-"""The plots of a report as SVG text that stands inside HTML: no ids in common, no outside links.
+"""The plots of a report as SVG text that stands inside HTML."""
 
-What is neither data nor background takes the colour of the page's text, so that a plot reads on
-light and on dark pages.
-"""
-
-import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from io import StringIO
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from batchmla.errors import JobError
+from batchmla.jobs.figure import COLOURS, INK, plain_numbers, svg_axes
 from batchmla.jobs.report_counts import Lengths, histogram
 from batchmla.jobs.series import Sample
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
 MOST_POINTS = 500
-_INK = "#010203"  # stands for the page's text colour while a plot is made
-_COLOURS = ("#3b82c4", "#d9822b", "#3fa66b", "#a66bbf")
-_SIZE_INCHES = (8.0, 2.6)
-_MARGINS = {"left": 0.11, "right": 0.85, "bottom": 0.18, "top": 0.96}  # shares of the size
 
 Line = tuple[str, Sequence[float], Sequence[float]]  # name, x, y
-
-
-def check_library() -> None:
-    """Refuses to go on without matplotlib, which is an extra."""
-    try:
-        import matplotlib  # noqa: F401  # late: an extra
-    except ImportError:
-        raise JobError(
-            "batchmla report draws with matplotlib, which is not installed; "
-            "pip install 'batchmla[report]'"
-        ) from None
 
 
 class Timeline:
@@ -134,12 +109,12 @@ def step_plot(timeline: Timeline) -> str | None:
 def lengths_plot(name: str, lengths: Lengths) -> str:
     """A histogram."""
     edges, rows, widens = histogram(lengths)
-    with _axes(f"{name}-lengths") as (axes, text):
-        axes.stairs(rows, edges, fill=True, color=_COLOURS[0], alpha=0.8)
+    with svg_axes(f"{name}-lengths") as (axes, text):
+        axes.stairs(rows, edges, fill=True, color=COLOURS[0], alpha=0.8)
         if widens:
             axes.set_xscale("symlog", linthresh=1)
         axes.set_xlim(0, edges[-1])
-        _plain_numbers(axes)
+        plain_numbers(axes)
         axes.set_xlabel("tokens")
         axes.set_ylabel("rows")
     return text.getvalue()
@@ -152,71 +127,16 @@ def _over_time(
     scale, word = (3600.0, "h") if longest_s > 7200 else (60.0, "min")
     if longest_s < 180:
         scale, word = 1.0, "s"
-    with _axes(name) as (axes, text):
-        for colour, (label, xs, ys) in zip(_COLOURS, lines, strict=False):
+    with svg_axes(name) as (axes, text):
+        for colour, (label, xs, ys) in zip(COLOURS, lines, strict=False):
             marker = "." if len(xs) < 3 else ""
             axes.plot([x / scale for x in xs], ys, color=colour, label=label, marker=marker, lw=1.4)
         for seam_s in timeline.seams_s:
-            axes.axvline(seam_s / scale, color=_INK, lw=0.8, ls=":")
+            axes.axvline(seam_s / scale, color=INK, lw=0.8, ls=":")
         axes.set_xlim(left=0)
         axes.set_ylim(0, top)
-        _plain_numbers(axes)
+        plain_numbers(axes)
         axes.set_xlabel(f"running time, {word}")
         axes.set_ylabel(unit)
         axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
     return text.getvalue()
-
-
-def _plain_numbers(axes: "Axes") -> None:
-    """1,000,000 and not 1e6."""
-    from matplotlib.ticker import FuncFormatter
-
-    plain = FuncFormatter(lambda value, _: f"{value:,.10g}")
-    axes.xaxis.set_major_formatter(plain)
-    axes.yaxis.set_major_formatter(plain)
-
-
-@contextmanager
-def _axes(name: str) -> Iterator[tuple["Axes", StringIO]]:
-    """Axes to draw on; on leaving, the text has the plot. The user's matplotlibrc has no say."""
-    import matplotlib
-    from matplotlib.backends.backend_svg import FigureCanvasSVG
-    from matplotlib.figure import Figure
-
-    text, made = StringIO(), StringIO()
-    settings: Any = matplotlib.rcParams
-    with matplotlib.rc_context():
-        matplotlib.rcdefaults()
-        settings.update(_style(name))
-        figure = Figure(figsize=_SIZE_INCHES)
-        figure.subplots_adjust(**_MARGINS)
-        FigureCanvasSVG(figure)
-        yield figure.add_subplot(), text
-        nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
-        figure.savefig(made, format="svg", transparent=True, metadata=nothing)
-    text.write(_inline(name, made.getvalue()))
-
-
-def _style(name: str) -> dict[str, Any]:
-    inked = ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color")
-    return {
-        **dict.fromkeys(inked, _INK),
-        "grid.color": _INK,
-        "grid.alpha": 0.15,
-        "axes.grid": True,
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "font.size": 9,
-        "svg.fonttype": "none",  # text stays text
-        "svg.hashsalt": name,
-    }
-
-
-def _inline(name: str, svg: str) -> str:
-    """The element alone, with ids of its own and the page's text colour."""
-    svg = svg[svg.index("<svg") :]
-    svg = re.sub(r'\sxmlns(:\w+)?="[^"]*"', "", svg, count=2)
-    svg = re.sub(r'\bid="', f'id="{name}-', svg)
-    svg = svg.replace('xlink:href="#', f'href="#{name}-').replace("url(#", f"url(#{name}-")
-    head = f'<svg role="img" aria-label="{name}"'
-    return svg.replace("<svg", head, 1).replace(_INK, "currentColor")

@@ -21,7 +21,7 @@ from batchmla.jobs.yaml_text import KeyPath, key_word, parse_yaml
 
 Source = Literal["file", "set", "default"]
 
-__all__ = ["JobSpec", "LoadedSpec", "Source", "build_spec", "load_spec"]
+__all__ = ["JobSpec", "LoadedSpec", "Source", "apply_override", "build_spec", "load_spec"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ def load_spec(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Lo
         raise JobError(f"{file}: a job file is a map of sections such as model: and input:")
     given: dict[Any, Any] = parsed.value or {}
     merged = deepcopy(given)
-    set_paths = [_override(merged, text) for text in overrides]
+    set_paths = [apply_override(merged, text) for text in overrides]
     spec = _checked(merged, str(file), parsed.lines, set_paths, file.stem)
     return LoadedSpec(spec, MappingProxyType(_sources(spec, merged, set_paths)), file)
 
@@ -71,7 +71,8 @@ def _read_text(file: Path) -> str:
         raise JobError(f"job file {file} cannot be read: {fault.strerror}") from None
 
 
-def _override(merged: dict[Any, Any], text: str) -> KeyPath:
+def apply_override(merged: dict[Any, Any], text: str) -> KeyPath:
+    """Puts the value of "a.b=c" into the nested maps; c is YAML. Returns where."""
     name, equals, value_text = text.partition("=")
     path = tuple(part.strip() for part in name.split("."))
     if not equals or not all(path):

@@ -8,6 +8,7 @@ import json
 import logging
 import time
 from collections.abc import Iterator, Mapping
+from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from batchmla import kernels
 from batchmla.core import Completion, EngineOptions, EngineStats, Prompt, PromptSource
 from batchmla.engine.build import RankPlan, build_forward
 from batchmla.engine.config import EngineConfig, LayoutOf, draft, resolve
-from batchmla.engine.forward import Forward
+from batchmla.engine.forward import Forward, StepOutOfMemory
 from batchmla.engine.group import Chunk, Limits
 from batchmla.engine.hardware import Hardware, detect
 from batchmla.engine.ranks import Ranks
@@ -79,6 +80,8 @@ class EngineCore:
         sampler = Sampler(sample, vocab_limit=vocab_limit, device=device)
         self._runner = Runner(forward, sampler, layout.page_tokens, followers)
         self._vocab_limit = vocab_limit
+        self._device = device
+        self._has_lanes = layout.lane_bytes > 0
         self._totals = _Totals()
         self._is_busy = False
 
@@ -110,6 +113,7 @@ class EngineCore:
             computed_tokens=totals.computed_tokens,
             generated_tokens=totals.generated_tokens,
             preemptions=self._scheduler.preemptions,
+            step_downs=self._scheduler.relief.step_downs,
             step_s=totals.step_s,
         )
 
@@ -148,7 +152,41 @@ class EngineCore:
         start_s = time.perf_counter()
         chunks = self._scheduler.schedule()
         assert chunks, f"nothing to run with {self._scheduler.num_waiting} sequences waiting"
-        draws = self._runner.run(chunks, self._scheduler.group.lanes.take_copies())
+        try:
+            draws = self._runner.run(chunks, self._scheduler.group.lanes.take_copies())
+        except StepOutOfMemory as error:
+            sentence = str(error)  # the error holds the step's tensors: it ends here
+        else:
+            return self._settle(chunks, draws, start_s)
+        return self._step_down(chunks, sentence)
+
+    def _step_down(self, chunks: Items[Chunk], sentence: str) -> list[Completion]:
+        """After a step that did not fit: smaller ones, or the failure of a row that is too much by
+        itself.
+        """
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+        if self._scheduler.step_down(chunks, has_state=self._has_lanes):
+            relief = self._scheduler.relief
+            logger.warning(
+                "out of memory in a step of %d sequences and %d tokens; for now steps have at most "
+                "%d and %d",
+                len(chunks),
+                sum(chunk.num_tokens for chunk in chunks),
+                relief.most_seqs,
+                relief.most_tokens,
+            )
+            return []
+        sequence = chunks[0].sequence
+        self._runner.forget(sequence)
+        self._runner.clear(self._scheduler.fail(sequence))
+        return [sequence.failure(f"row {sequence.prompt.row_id}: {sentence}")]
+
+    def _settle(
+        self, chunks: Items[Chunk], draws: Items[Draw | None], start_s: float
+    ) -> list[Completion]:
+        """What follows from the draws of a step that began at `start_s`."""
+        self._scheduler.relief.step_done()
         self._scheduler.computed(chunks)
         completions = [
             completion
@@ -171,6 +209,8 @@ class EngineCore:
             self._runner.clear(self._scheduler.fail(sequence))
             return sequence.failure(draw.fault or _not_finite(sequence))
         before = sequence.num_generated
+        if before == 0:
+            sequence.first_token_at_s = time.perf_counter()
         reason = sequence.push(draw.token_id, is_forced=draw.is_forced)
         while reason is None and (token_id := self._sure_token(sequence)) is not None:
             reason = sequence.push(token_id, is_forced=False)

@@ -82,6 +82,7 @@ class Sequence:
         self.cached_tokens: int | None = None  # prompt tokens of the first admission's hit
         self.forced_at: int | None = None
         self.trimmed_bytes = 0  # of the last token, that belong to a stop string
+        self.first_token_at_s: float | None = None
         budget: Budget | None = params.budget
         self.budget = None if budget is None else BudgetWatch(budget)
         self.extras = Extras(prompt) if params.has_extras else None
@@ -175,6 +176,7 @@ class Sequence:
             trimmed_bytes=self.trimmed_bytes,
             logprobs=None if scores is None else scores.result(self.num_generated),
             prompt_logprobs=None if prompt_scores is None else prompt_scores.result(),
+            first_token_at_s=self.first_token_at_s,
         )
 
     def failure(self, error: str) -> Completion:
