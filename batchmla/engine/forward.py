@@ -16,6 +16,8 @@ from batchmla.kv.lanes import Copy
 from batchmla.kv.layout import KVLayout
 from batchmla.models.base import Model
 
+_CPU_WORDS = ("can't allocate memory", "not enough memory")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
@@ -92,15 +94,19 @@ class Forward:
                         layer[part.name][target] = layer[part.name][source]
 
 
+class StepOutOfMemory(DeviceError):
+    """A step did not fit; nothing of it counts, and a smaller one may."""
+
+
 def is_out_of_memory(error: Exception) -> bool:
     """CUDA has a class for it; the CPU allocator raises a plain RuntimeError."""
     is_typed = isinstance(error, torch.OutOfMemoryError | MemoryError)
-    return is_typed or "can't allocate memory" in str(error)
+    return is_typed or any(words in str(error) for words in _CPU_WORDS)
 
 
-def out_of_memory(num_tokens: int) -> DeviceError:
+def out_of_memory(num_tokens: int) -> StepOutOfMemory:
     """What is said of a step of so many tokens that did not fit."""
-    return DeviceError(
+    return StepOutOfMemory(
         f"the device ran out of memory in a step of {num_tokens} tokens; lower "
         "engine.max_batched_tokens, engine.max_num_seqs or model.memory_utilization"
     )

@@ -53,7 +53,8 @@ class Runner:
     @torch.inference_mode()
     def run(self, chunks: Items[Chunk], copies: Items[Copy] = ()) -> list[Draw | None]:
         """One forward pass, once lanes are copied; for every chunk the draw for its sequence, None
-        where none is due."""
+        where none is due. After a `StepOutOfMemory` the chunks can be computed again, but lanes
+        hold anything."""
         cleared, self._blank_pages = self._blank_pages, []
         tables = step_tables(chunks, self._page_tokens)
         scored = [
@@ -82,6 +83,7 @@ class Runner:
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
+            self._blank_pages = cleared + self._blank_pages
             raise out_of_memory(len(tables.tokens_T)) from error
         return [next(draws) if chunk.samples else None for chunk in chunks]
 

@@ -8,12 +8,14 @@ therefore never stopped, and since a full context fits into the pool, every sequ
 
 from collections import deque
 from collections.abc import Iterable
+from collections.abc import Sequence as Items
 
 from batchmla.core import Completion, FinishReason, Prompt
 from batchmla.engine.forecast import Forecast
 from batchmla.engine.group import Chunk, Group, Limits
 from batchmla.engine.lengths import LengthEstimator
 from batchmla.engine.pace import Pace
+from batchmla.engine.relief import Relief
 from batchmla.engine.sequence import Sequence, failed
 from batchmla.engine.source import ForesightSource
 from batchmla.kv.pages import PageTable
@@ -29,6 +31,7 @@ class Scheduler:
         self.group = Group(pages, limits)
         self.lengths = LengthEstimator(min(512, limits.max_model_len))
         self.pace: Pace | None = None  # None: prompts take what a step has left
+        self.relief = Relief(limits)
         self.preemptions = 0
         self.admitted_prompt_tokens = 0
         self.admitted_cached_tokens = 0
@@ -55,7 +58,7 @@ class Scheduler:
         last.
         """
         is_open = not self._is_full and not self._preempted
-        places = self.limits.max_num_seqs - self.num_running if is_open else 0
+        places = max(0, self.relief.most_seqs - self.num_running) if is_open else 0
         return max(0, places + max(2, self.limits.max_num_seqs // 8) - len(self._waiting))
 
     def look_ahead(self, source: object) -> None:
@@ -86,7 +89,7 @@ class Scheduler:
 
     def schedule(self) -> list[Chunk]:
         """The chunks of the next step; empty only when nothing is running or waiting."""
-        budget_tokens = self.limits.max_batched_tokens
+        budget_tokens = self.relief.most_tokens
         chunks: list[Chunk] = []
         place = 0
         while place < len(self.group.running) and len(chunks) < budget_tokens:
@@ -108,6 +111,23 @@ class Scheduler:
         """Notes that the forward pass over `chunks` is done."""
         for chunk in chunks:
             self.group.computed(chunk)
+
+    def step_down(self, chunks: Items[Chunk], *, has_state: bool) -> bool:
+        """After a step that ran out of memory: the next ones are half as large, and the youngest
+        sequences wait. False when one sequence with the smallest chunk was too much.
+
+        `has_state`: lanes hold what a step changes, so that every sequence has to begin again.
+        """
+        num_tokens = sum(chunk.num_tokens for chunk in chunks)
+        if not self.relief.step_down(len(chunks), num_tokens, self.num_running):
+            return False
+        staying = 0 if has_state else self.relief.most_seqs
+        for sequence in reversed(self.group.running[staying:]):
+            self._preempt(sequence)
+        if has_state:
+            self.group.lanes.forget_all()
+        self._is_full = False
+        return True
 
     def finish(self, sequence: Sequence) -> None:
         """Frees a finished sequence; whole pages of its prompt stay for later prompts."""
@@ -136,7 +156,7 @@ class Scheduler:
     def _prompt_tokens(self, decodes: list[Chunk]) -> int:
         """What prompts may take of a step with these completions."""
         if self.pace is None:
-            return self.limits.max_batched_tokens
+            return self.relief.most_tokens
         context = sum(chunk.start for chunk in decodes) + len(decodes)
         held = self.group.pages.used_pages * self.group.pages.page_tokens
         return self.pace.prompt_tokens(len(decodes), context, min(context, held))
@@ -171,7 +191,7 @@ class Scheduler:
         """
         if self._is_full or not (self._preempted or self._waiting):
             return
-        if self.num_running >= self.limits.max_num_seqs:
+        if self.num_running >= self.relief.most_seqs:
             return
         pages = self.group.pages
         forecast = Forecast(
@@ -183,7 +203,7 @@ class Scheduler:
         )
         for queue in (self._preempted, self._waiting):
             for sequence in list(queue):
-                if left == 0 or self.num_running >= self.limits.max_num_seqs:
+                if left == 0 or self.num_running >= self.relief.most_seqs:
                     return
                 hits = self.group.hits(sequence)
                 if self.group.waits_for_prefix(sequence, len(hits)):

@@ -74,6 +74,12 @@ class Lanes:
             if lane is not None:
                 self._blank.append(lane)
 
+    def forget_all(self) -> None:
+        """Drops every border that is kept and every copy not yet taken."""
+        self._blank.extend(self._lane_of.values())
+        self._lane_of.clear()
+        self._copies = []
+
     def take_copies(self) -> list[Copy]:
         """What is to be copied, in this order, before the next forward pass."""
         copies, self._copies = self._copies, []
