@@ -9,25 +9,31 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from batchmla.kernels.ops import Ops
 
-BACKENDS = ("reference", "cpu", "torch")
+BACKENDS = ("reference", "cpu", "torch", "triton")
 
 
 def load(backend: str, *, exact: bool = False) -> "Ops":
-    """The ops of one back end; "reference" is the specification, "cpu" the path that runs.
+    """The ops of one back end; "reference" is the specification, "cpu" and "triton" the paths that
+    run.
 
-    "cpu" is compiled C where the machine allows it, else, as "torch" always, calls of torch.
+    "cpu" is compiled C where the machine allows it, else, as "torch" always, calls of torch;
+    "triton" has kernels for GPUs, and has no exact form: cuBLAS sums in an order that follows the
+    number of rows.
 
     With `exact` a row's results depend on that row alone, not on what shares a call with it.
     """
     if backend not in BACKENDS:
         raise ValueError(f"unknown kernel back end {backend!r}; known are {', '.join(BACKENDS)}")
     if exact:
-        if backend == "reference":
+        if backend in ("reference", "triton"):
             raise ValueError(f"kernel back end {backend!r} has no exact form; cpu has one")
         exact_ops: Ops = import_module("batchmla.kernels.cpu.exact").make_exact(backend)
         return exact_ops
     if backend == "reference":
         reference: Ops = import_module("batchmla.kernels.reference.table").make_ops()
         return reference
+    if backend == "triton":
+        gpu_ops: Ops = import_module("batchmla.kernels.triton.table").make_ops()
+        return gpu_ops
     ops: Ops = import_module("batchmla.kernels.cpu.table").make_ops(backend)
     return ops
