@@ -206,6 +206,11 @@ def describe_engine(config: EngineConfig) -> dict[str, Any]:
         "engine.deterministic": config.deterministic,
         "kv_capacity_tokens": config.kv_capacity_tokens,
         "kv_pool_bytes": config.kv_pool_bytes,
+        "memory_bytes": {
+            "weights": config.memory.weights_bytes,
+            "workspace": config.memory.workspace_bytes,
+            "kv_pool": config.kv_pool_bytes,
+        },
         "notes": list(config.notes),
     }
 

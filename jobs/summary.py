@@ -40,6 +40,8 @@ class Summary:
     duplicates: int  # rows that two segments held; one was taken
     deduped: int = 0  # rows of this run that took the completion of an equal greedy prompt
     reason: str | None = None  # why the job did not end with exit code 0
+    step_downs: int = 0  # steps that ran out of memory and were made smaller
+    memory: Mapping[str, Any] = field(default_factory=dict)  # of one device: estimated, measured
     effective: Mapping[str, Any] = field(default_factory=dict)
     settings: Mapping[str, Any] = field(default_factory=dict)
 
@@ -56,6 +58,11 @@ class Summary:
             found.append(
                 f"this run: {self.rows_this_run:,} rows, {self.generated_tokens:,} generated "
                 f"tokens in {self.engine_seconds:.1f} s{rate}, {self.preemptions:,} preemptions"
+            )
+        if self.step_downs:
+            found.append(
+                f"{self.step_downs:,} steps ran out of memory and were made smaller; lower "
+                "model.memory_utilization or engine.max_batched_tokens"
             )
         if self.deduped:
             found.append(f"{self.deduped:,} of them took the completion of an equal greedy prompt")
@@ -106,10 +113,22 @@ def make_summary(
         engine_steps=stats.steps,
         duplicates=duplicates,
         deduped=deduped,
+        step_downs=stats.step_downs,
+        memory=_memory(effective.get("memory_bytes"), stats.peak_bytes),
         reason=reason,
-        effective=dict(effective),
+        effective={name: value for name, value in effective.items() if name != "memory_bytes"},
         settings=dict(settings),
     )
+
+
+def _memory(estimated: Mapping[str, int] | None, peak_bytes: int) -> dict[str, Any]:
+    """What the plan gave the engine on one device, and what it took at most, in bytes."""
+    if estimated is None:
+        return {}
+    return {
+        "estimated": {**estimated, "total": sum(estimated.values())},
+        "measured": peak_bytes or None,
+    }
 
 
 def stopped_early(output: Path, tally: Tally, signum: int) -> Summary:

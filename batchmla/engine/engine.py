@@ -22,6 +22,7 @@ from batchmla.engine.config import EngineConfig, LayoutOf, draft, resolve
 from batchmla.engine.forward import Forward, StepOutOfMemory
 from batchmla.engine.group import Chunk, Limits
 from batchmla.engine.hardware import Hardware, detect
+from batchmla.engine.memory import PeakMemory
 from batchmla.engine.ranks import Ranks
 from batchmla.engine.runner import Followers, Runner
 from batchmla.engine.sampler import Draw, Sampler
@@ -73,14 +74,17 @@ class EngineCore:
         vocab_limit: int,
         device: torch.device,
         followers: Followers | None = None,
+        memory: PeakMemory | None = None,
     ) -> None:
-        """`followers`: the other ranks of a model that is spread over several."""
+        """`followers`: the other ranks of a model that is spread over several; `memory` measures
+        since before this one was loaded."""
         self._pages = PageTable(num_pages, layout.page_tokens)
         self._scheduler = Scheduler(self._pages, limits)
         sampler = Sampler(sample, vocab_limit=vocab_limit, device=device)
         self._runner = Runner(forward, sampler, layout.page_tokens, followers)
         self._vocab_limit = vocab_limit
         self._device = device
+        self._memory = memory
         self._has_lanes = layout.lane_bytes > 0
         self._totals = _Totals()
         self._is_busy = False
@@ -114,6 +118,7 @@ class EngineCore:
             generated_tokens=totals.generated_tokens,
             preemptions=self._scheduler.preemptions,
             step_downs=self._scheduler.relief.step_downs,
+            peak_bytes=0 if self._memory is None else self._memory.peak_bytes(),
             step_s=totals.step_s,
         )
 
@@ -262,6 +267,7 @@ def load_engine(options: EngineOptions, *, vocab_limit: int | None = None) -> En
     plan = RankPlan(config=config, folder=folder, raw_config=raw_config)
     ops = kernels.load(config.backend, exact=config.deterministic)
     logger.info("kernels: %s", ops.name)
+    memory = PeakMemory(plan.device)
     ranks = Ranks(plan) if config.placement.num_ranks > 1 else None
     vocab_size: int = facts[1].vocab_size
     return EngineCore(
@@ -273,6 +279,7 @@ def load_engine(options: EngineOptions, *, vocab_limit: int | None = None) -> En
         vocab_limit=min(vocab_size, vocab_limit or vocab_size),
         device=plan.device,
         followers=ranks,
+        memory=memory,
     )
 
 

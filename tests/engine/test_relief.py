@@ -136,12 +136,12 @@ def exact_ids(folder: Path, failing: set[int]) -> tuple[list[list[int]], EngineC
     model, calls = engine._runner._forward._model, 0  # type: ignore[attr-defined]
     plain = model.layers[-1].ffn.forward
 
-    def last_layer(x_TM: torch.Tensor) -> torch.Tensor:
+    def last_layer(x_TM: torch.Tensor, *more: torch.Tensor) -> torch.Tensor:
         nonlocal calls
         calls += 1
         if calls in failing:
             raise cpu_error()
-        out: torch.Tensor = plain(x_TM)
+        out: torch.Tensor = plain(x_TM, *more)
         return out
 
     model.layers[-1].ffn.forward = last_layer

@@ -1,0 +1,45 @@
+"""What is measured of memory: what was taken since the start, not before it."""
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from fakes import ListSource, make_prompt
+from tiny import write_tiny
+
+from batchmla.core import EngineOptions, SamplingParams
+from batchmla.engine.engine import load_engine
+from batchmla.engine.memory import PeakMemory
+
+CPU = torch.device("cpu")
+MIB = 2**20
+
+
+def test_the_peak_is_kept_and_what_was_taken_before_is_not_counted() -> None:
+    before = np.ones(64 * MIB, np.uint8)
+    memory = PeakMemory(CPU)
+    assert memory.peak_bytes() < 32 * MIB, "memory from before the start counts"
+    taken = np.ones(96 * MIB, np.uint8)
+    assert taken.nbytes + before.nbytes > memory.peak_bytes() >= 90 * MIB
+    del taken
+    assert memory.peak_bytes() >= 90 * MIB
+
+
+def test_marks_are_read_where_the_system_keeps_them(tmp_path: Path) -> None:
+    (tmp_path / "status").write_text("VmHWM:\t  900 kB\nVmRSS:\t  500 kB\n")
+    memory = PeakMemory(CPU, tmp_path)
+    assert memory.peak_bytes() == 400 * 1024
+    assert (tmp_path / "clear_refs").read_text() == "5"
+
+
+def test_without_marks_the_whole_life_counts(tmp_path: Path) -> None:
+    assert PeakMemory(CPU, tmp_path / "none").peak_bytes() > 10 * MIB
+
+
+def test_an_engine_tells_what_it_took(tmp_path: Path) -> None:
+    write_tiny(tmp_path, "llama")
+    engine = load_engine(EngineOptions(model=str(tmp_path), device="cpu", max_model_len=64))
+    prompt = make_prompt(0, [1, 2, 3], SamplingParams(temperature=0.0, max_tokens=4))
+    assert all(each.error is None for each in engine.generate(ListSource([prompt])))
+    assert 0 < engine.stats().peak_bytes < 2**31
+    engine.close()
