@@ -16,7 +16,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from batchmla import __version__
-from batchmla.errors import BatchmlaError, ExitCode, JobError
+from batchmla.errors import BatchmlaError, ExitCode
 
 app = typer.Typer(
     name="batchmla",
@@ -172,13 +172,49 @@ def report(
 @app.command()
 def bench(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="Folder, id or builtin:tally.")],
+    concurrency: Annotated[
+        str, typer.Option(metavar="N,N,…", help="Rows in the engine at once.")
+    ] = "1,4,16,64",
+    prompt_tokens: Annotated[str, typer.Option(metavar="N,N,…", help="Lengths.")] = "512",
+    output_tokens: Annotated[str, typer.Option(metavar="N,N,…", help="Lengths.")] = "128",
+    rows: Annotated[
+        int | None, typer.Option(min=1, help="Rows a run; default: two for each at once.")
+    ] = None,
+    repeats: Annotated[int, typer.Option(min=1, help="Runs of which medians are taken.")] = 3,
+    seed: Annotated[int, typer.Option(min=0, help="Of the random prompts.")] = 0,
+    overrides: Overrides = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="FOLDER", help="Also write bench.json, bench.png and bench.html."),
+    ] = None,
+    as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Throughput of a model at several concurrencies (not built yet)."""
+    """Offline throughput at several concurrencies, and the latency that each costs a row.
+
+    --set takes the settings of a job's sections model and engine.
+    """
     with reported(debug):
-        raise JobError(
-            f"batchmla bench is not built yet; run a job with {model}: its summary has tokens/s"
+        from batchmla.bench.command import run_bench
+        from batchmla.bench.view import print_sweep, write_sweep
+
+        sweep = run_bench(
+            model,
+            concurrency=concurrency,
+            prompt_tokens=prompt_tokens,
+            output_tokens=output_tokens,
+            rows=rows,
+            repeats=repeats,
+            seed=seed,
+            settings=overrides or [],
+            out=out,
         )
+        if as_json:
+            print_json(sweep.to_json())
+        else:
+            print_sweep(sweep)
+        for path in [] if out is None else write_sweep(sweep, out):
+            typer.echo(f"wrote {path}", err=True)
 
 
 @app.command()

@@ -192,10 +192,6 @@ def test_wrong_usage_ends_with_2_and_a_hint(arguments: list[str]) -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_commands_to_come_are_refused_by_name() -> None:
-    assert "batchmla bench is not built yet" in call("bench", "model").stderr
-
-
 def test_init_lists_writes_and_never_overwrites(tmp_path: Path) -> None:
     listed = call("init")
     assert listed.exit_code == 0

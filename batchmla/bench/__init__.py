@@ -1,0 +1,1 @@
+"""`batchmla bench`: offline throughput of a model at several concurrencies."""
