@@ -1,5 +1,6 @@
 """The live process groups of a `Placement`: the only importer of torch.distributed."""
 
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -17,23 +18,41 @@ class LostPeer(DeviceError):
     """Another rank is gone: what happened to it is told elsewhere."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Links:
+    """torch's groups of one rank; None where it would be alone.
+
+    `control` carries objects between steps, to all ranks. `tensor` are the ranks of the attention
+    group, `peers` those with the same place in every attention group.
+    """
+
+    world: Any
+    control: Any
+    tensor: Any
+    peers: Any
+
+
+@dataclass(slots=True)
+class Traffic:
+    """What one kind of collective was called for: how often, and with how many bytes of this
+    rank's; those that stay on it are not counted."""
+
+    calls: int = 0
+    nbytes: int = 0
+
+
 class Par:
-    """Collectives of one rank. With one rank they return their argument."""
+    """Collectives of one rank. Where a rank is alone they return their argument."""
 
     def __init__(
-        self,
-        placement: Placement,
-        group: Any = None,
-        control: Any = None,
-        *,
-        is_ordered: bool = False,
+        self, placement: Placement, links: Links | None = None, *, is_ordered: bool = False
     ) -> None:
-        """`group` None: no peer can be reached, which is right for one rank and for counting
-        bytes. `control` carries objects between steps."""
+        """`links` None: no peer can be reached, which is right for one rank and for counting
+        bytes. `is_ordered`: sums are made in the order of the ranks, whatever the shape."""
         self.placement = placement
-        self._group = group
-        self._control = control
-        self._is_ordered = is_ordered
+        self.is_ordered = is_ordered
+        self.traffic: dict[str, Traffic] = {}
+        self._links = links
 
     @staticmethod
     def single() -> "Par":
@@ -50,67 +69,138 @@ class Par:
     ) -> "Par":
         """Joins the other ranks through a file that all of them can see. Blocks until all are
         there. No collective of a step takes longer than `timeout_s`; a step may be waited for
-        without end. `is_ordered`: sums are made in the order of the ranks, whatever the shape.
+        without end.
         """
-        if placement.tensor == 1:
+        if placement.num_ranks == 1:
             return Par(placement)
         timeout = timedelta(seconds=timeout_s)
-        store = dist.FileStore(str(store_path), placement.tensor)  # type: ignore[attr-defined]
+        store = dist.FileStore(str(store_path), placement.num_ranks)  # type: ignore[attr-defined]
         backend = "nccl" if torch.cuda.is_available() else "gloo"
         try:
             dist.init_process_group(
-                backend, store=store, rank=placement.rank, world_size=placement.tensor,
+                backend, store=store, rank=placement.rank, world_size=placement.num_ranks,
                 timeout=timeout,
             )  # fmt: skip
-            control = dist.new_group(backend="gloo", timeout=IDLE)
+            links = _link(placement, timeout)
         except (RuntimeError, ValueError) as error:
             raise DeviceError(
-                f"rank {placement.rank} of {placement.tensor} could not join the others: {error}"
+                f"rank {placement.rank} of {placement.num_ranks} could not join the others: {error}"
             ) from error
-        return Par(placement, dist.group.WORLD, control, is_ordered=is_ordered)
+        return Par(placement, links, is_ordered=is_ordered)
 
     def close(self) -> None:
-        """Leaves the group."""
-        if self._group is not None:
+        """Leaves the groups."""
+        if self._links is not None:
             dist.destroy_process_group()
-            self._group = None
+            self._links = None
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum over ranks, in place."""
+        """The sum over the ranks of the attention group, in place."""
         if self.placement.tensor == 1:
             return x
-        if self._is_ordered:
+        self._count("sum", x.nbytes)
+        if self.is_ordered:
             return x.copy_(torch.stack(self._shares(x)).float().sum(dim=0))
-        self._call(dist.all_reduce, x)
+        self._call(dist.all_reduce, x, group=self._joined.tensor)
         return x
 
     def gather(self, x_TX: torch.Tensor) -> torch.Tensor:
-        """The ranks' shares side by side along the last dimension."""
+        """The shares of the attention group's ranks side by side along the last dimension."""
         if self.placement.tensor == 1:
             return x_TX
+        self._count("gather", x_TX.nbytes)
         return torch.cat(self._shares(x_TX), dim=-1)
+
+    def swap_counts(self, counts: list[int], device: torch.device) -> list[int]:
+        """One number for each attention group, for the rank there with this rank's place; returns
+        those that they have for this one."""
+        sent = torch.tensor(counts, device=device)
+        got = torch.empty_like(sent)
+        self._count("counts", sent.nbytes - sent.itemsize)
+        self._call(dist.all_to_all_single, got, sent, group=self._joined.peers)
+        found: list[int] = got.tolist()
+        return found
+
+    def swap_rows(
+        self, rows_NX: torch.Tensor, sent: list[int], received: list[int]
+    ) -> torch.Tensor:
+        """Of the rows the first `sent[0]` go to attention group 0, the next to group 1, …; returns
+        those that come, in the same order: `received[g]` from group g."""
+        got_NX = rows_NX.new_empty(sum(received), rows_NX.shape[1])
+        away = len(rows_NX) - sent[self.placement.group]
+        self._count("rows", away * rows_NX.shape[1] * rows_NX.itemsize)
+        self._call(
+            dist.all_to_all_single, got_NX, rows_NX.contiguous(), received, sent,
+            group=self._joined.peers,
+        )  # fmt: skip
+        return got_NX
+
+    def send(self, x: torch.Tensor) -> None:
+        """To rank 0, which must `receive` it."""
+        self._call(dist.send, x.contiguous(), 0, group=self._joined.world)
+
+    def receive(self, rank: int, into: torch.Tensor) -> torch.Tensor:
+        """What `rank` sends, written into a contiguous tensor of that shape and dtype."""
+        self._call(dist.recv, into, rank, group=self._joined.world)
+        return into
 
     def broadcast(self, value: Any) -> Any:
         """Rank 0's picklable `value` on every rank."""
-        if self.placement.tensor == 1:
+        if self.placement.num_ranks == 1:
             return value
         box = [value]
-        self._call(dist.broadcast_object_list, box, src=0, group=self._control)
+        self._call(dist.broadcast_object_list, box, src=0, group=self._joined.control)
         return box[0]
 
+    @property
+    def _joined(self) -> Links:
+        assert self._links is not None, f"no process group behind {self.placement}"
+        return self._links
+
     def _shares(self, x: torch.Tensor) -> list[torch.Tensor]:
-        """Every rank's `x`, in the order of the ranks."""
+        """Every rank's `x`, in the order of the attention group's ranks."""
         x = x.contiguous()
         shares = [torch.empty_like(x) for _ in range(self.placement.tensor)]
-        self._call(dist.all_gather, shares, x)
+        self._call(dist.all_gather, shares, x, group=self._joined.tensor)
         return shares
 
+    def _count(self, kind: str, nbytes: int) -> None:
+        traffic = self.traffic.setdefault(kind, Traffic())
+        traffic.calls += 1
+        traffic.nbytes += nbytes
+
     def _call(self, collective: Any, *args: Any, **kwargs: Any) -> None:
-        assert self._group is not None, f"no process group behind {self.placement}"
         try:
-            collective(*args, **{"group": self._group} | kwargs)
+            collective(*args, **kwargs)
         except RuntimeError as error:
             raise LostPeer(
                 f"rank {self.placement.rank} lost the connection to another rank ({error}); run "
                 "the same command again to go on with the rows left"
             ) from error
+
+
+def _link(placement: Placement, timeout: timedelta) -> Links:
+    """Every rank makes every group, in one order."""
+    world, control = dist.group.WORLD, dist.new_group(backend="gloo", timeout=IDLE)
+    tensor, groups = placement.tensor, placement.attention_data
+    if tensor == 1 or groups == 1:
+        return Links(
+            world=world,
+            control=control,
+            tensor=world if groups == 1 else None,
+            peers=world if tensor == 1 else None,
+        )
+    by_group = [
+        dist.new_group(list(range(group * tensor, (group + 1) * tensor)), timeout=timeout)
+        for group in range(groups)
+    ]
+    by_place = [
+        dist.new_group(list(range(place, placement.num_ranks, tensor)), timeout=timeout)
+        for place in range(tensor)
+    ]
+    return Links(
+        world=world,
+        control=control,
+        tensor=by_group[placement.group],
+        peers=by_place[placement.tensor_rank],
+    )

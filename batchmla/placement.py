@@ -5,7 +5,7 @@ cut attention, dense layers and vocabulary into `tensor` shares; the groups repe
 has sequences of its own. All ranks together hold the experts once.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from batchmla.errors import JobError
 
@@ -53,6 +53,10 @@ class Placement:
         """This rank's attention group."""
         return self.rank // self.tensor
 
+    def at_group(self, group: int) -> "Placement":
+        """That of the rank with the same place in another attention group."""
+        return replace(self, rank=group * self.tensor + self.tensor_rank)
+
     @property
     def expert_tensor(self) -> int:
         """Ranks over which each expert is cut."""
@@ -86,6 +90,14 @@ class Placement:
                 f"{count} for model.parallel.tensor or as the count of --hardware"
             )
         return count // self.tensor
+
+    def local_or_copied(self, count: int, what: str = "kv heads") -> int:
+        """The same where ranks may outnumber the parts: several ranks hold a copy of one then."""
+        return 1 if self.copies(count) > 1 else self.local(count, what)
+
+    def copies(self, count: int) -> int:
+        """Ranks of a group that hold each of `count` parts, where they outnumber those."""
+        return 1 if self.tensor % count else self.tensor // count
 
     def local_experts(self, num_experts: int) -> int:
         """Experts of which this rank holds a share or all; a remainder is refused by name."""

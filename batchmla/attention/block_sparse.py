@@ -98,7 +98,7 @@ class BlockSparseAttention(Block):
     ) -> None:
         placement, head_dim = par.placement, widths.head_dim
         self.num_heads = placement.local(widths.num_heads, "attention heads")
-        self.num_kv_heads = placement.local(widths.num_kv_heads, "kv heads")
+        self.num_kv_heads = placement.local_or_copied(widths.num_kv_heads)
         self.widths = widths
         self.dims = dims
         self.qkv = Linear(

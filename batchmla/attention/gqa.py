@@ -19,7 +19,7 @@ from batchmla.kv.cache import LayerCache
 from batchmla.kv.layout import KVPart
 from batchmla.kv.step import Step
 from batchmla.layers.block import Block
-from batchmla.layers.linear import ColLinear, RowLinear
+from batchmla.layers.linear import Linear, RowLinear
 from batchmla.layers.norm import FullWidthNorms, RmsNorm
 from batchmla.layers.rope import Rope
 from batchmla.parallel import Par
@@ -46,9 +46,9 @@ def head_record(num_kv_heads: int, head_dim: int) -> Record:
 def parts(
     num_kv_heads: int, head_dim: int, kv_dtype: str, placement: Placement
 ) -> tuple[KVPart, ...]:
-    """A row of keys and a row of values a token, this rank's heads only; `kv_dtype` is a plain
-    dtype or one of `FORMATS`."""
-    local_heads = placement.local(num_kv_heads, "kv heads")
+    """A row of keys and a row of values a token, this rank's heads only, of which ranks that
+    outnumber them hold copies; `kv_dtype` is a plain dtype or one of `FORMATS`."""
+    local_heads = placement.local_or_copied(num_kv_heads)
     width, dtype = local_heads * head_dim, kv_dtype
     if kv_dtype in FORMATS:
         width, dtype = head_record(local_heads, head_dim).num_bytes, BYTES
@@ -100,17 +100,17 @@ class GqaAttention(Block):
         norm_offset: float = 0.0,
     ) -> None:
         """Numbers of heads are whole; `eps` is the norms', `norm_offset` that of norms by head."""
-        q_width, kv_width = num_heads * head_dim, num_kv_heads * head_dim
         self.num_heads = par.placement.local(num_heads, "attention heads")
-        self.num_kv_heads = par.placement.local(num_kv_heads, "kv heads")
+        self.num_kv_heads = par.placement.local_or_copied(num_kv_heads)
         self.head_dim = head_dim
-        self.qkv = ColLinear(par, ops, width, q_width, kv_width, kv_width, has_bias=has_qkv_bias)
-        self.out = RowLinear(par, ops, q_width, width)
+        q_width, kv_width = self.num_heads * head_dim, self.num_kv_heads * head_dim
+        self.qkv = Linear(ops, width, q_width, kv_width, kv_width, has_bias=has_qkv_bias)
+        self.out = RowLinear(par, ops, num_heads * head_dim, width)
         self.q_norm = self.k_norm = self.norms = None
         if qk_norm is QkNorm.HEAD:
             self.q_norm, self.k_norm = (RmsNorm(ops, head_dim, eps, norm_offset) for _ in range(2))
         elif qk_norm is QkNorm.FULL:
-            self.norms = FullWidthNorms(par, ops, eps, q_width, kv_width)
+            self.norms = FullWidthNorms(par, ops, eps, head_dim, (num_heads, num_kv_heads))
         self._ops = ops
         self._scale = head_dim**-0.5
         self._record = head_record(self.num_kv_heads, head_dim)

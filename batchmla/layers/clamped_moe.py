@@ -7,6 +7,7 @@ import torch
 
 from batchmla.kernels.ops import Ops, PackKind
 from batchmla.layers.block import Block, Weight
+from batchmla.layers.experts import SpreadExperts
 from batchmla.layers.linear import ColLinear, RowLinear
 from batchmla.parallel import Par
 
@@ -40,11 +41,13 @@ class ClampedMlp(Block):
 
 
 class ClampedMoe(Block):
-    """Σ weight · expert(x) + shared(x), summed once over ranks, which share the ffn width."""
+    """Σ weight · expert(x) + shared(x), summed once over the ranks of an attention
+    group; experts are dealt to ranks or cut by ffn width."""
 
     def __init__(self, par: Par, ops: Ops, dims: ClampedMoeDims, *, by_token: bool) -> None:
         """`by_token`: experts follow from a fixed table of token ids, and scores weigh them."""
-        local = par.placement.local(dims.expert_width, "expert features")
+        local = par.placement.local_expert_features(dims.expert_width)
+        held = par.placement.local_experts(dims.num_experts)
         share = dims.active / dims.num_experts
         self.gate = Weight(dims.num_experts, dims.width, kind=PackKind.LINEAR, is_float32=True)
         self.bias = self.table = None
@@ -53,14 +56,15 @@ class ClampedMoe(Block):
         else:
             self.bias = Weight(dims.num_experts, is_float32=True)
         self.experts_up = Weight(
-            dims.num_experts, 2 * local, dims.width, kind=PackKind.EXPERTS_UP, active_share=share
+            held, 2 * local, dims.width, kind=PackKind.EXPERTS_UP, active_share=share
         )
         self.experts_down = Weight(
-            dims.num_experts, dims.width, local, kind=PackKind.EXPERTS_DOWN, active_share=share
+            held, dims.width, local, kind=PackKind.EXPERTS_DOWN, active_share=share
         )
         self.shared = None
         if dims.shared_width:
             self.shared = ClampedMlp(par, ops, dims.width, dims.shared_width, dims.limit)
+        self.spread = SpreadExperts(par, dims.num_experts, dims.width, dims.active)
         self.dims = dims
         self._par = par
         self._ops = ops
@@ -74,9 +78,18 @@ class ClampedMoe(Block):
         weights_TA, ids_TA = hybrid.route_scores(
             logits_TE, bias_E, fixed_TA, dims.active, dims.scale
         )
-        out_TM = hybrid.clamped_experts(
-            x_TM, weights_TA, ids_TA, self.experts_up.packed, self.experts_down.packed, dims.limit
-        )
+        out_TM = self.spread.forward(self._run, x_TM, weights_TA, ids_TA)
         if self.shared is not None:
             out_TM = out_TM + self.shared.forward(x_TM)
         return self._par.sum(out_TM)
+
+    def serve(self, dtype: torch.dtype, device: torch.device) -> None:
+        """See `SpreadExperts`."""
+        self.spread.serve(self._run, dtype, device)
+
+    def _run(
+        self, x_TM: torch.Tensor, weights_TA: torch.Tensor, ids_TA: torch.Tensor
+    ) -> torch.Tensor:
+        up, down = self.experts_up.packed, self.experts_down.packed
+        run = self._ops.hybrid.clamped_experts
+        return run(x_TM, weights_TA, ids_TA, up, down, self.dims.limit)

@@ -20,7 +20,7 @@ class Embedding(Block):
         """[T] → [T, M]."""
         if self._par.placement.tensor == 1:
             return F.embedding(tokens_T, self.weight.tensor)
-        local_T = tokens_T - self._rows * self._par.placement.rank
+        local_T = tokens_T - self._rows * self._par.placement.tensor_rank
         is_mine_T = (local_T >= 0) & (local_T < self._rows)
         rows_TM = F.embedding(local_T.where(is_mine_T, 0), self.weight.tensor)
         return self._par.sum(rows_TM.masked_fill_(~is_mine_T[:, None], 0))

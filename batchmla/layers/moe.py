@@ -4,6 +4,7 @@ import torch
 
 from batchmla.kernels.ops import Ops, PackKind, RouterDims
 from batchmla.layers.block import Block, Weight
+from batchmla.layers.experts import SpreadExperts
 from batchmla.layers.mlp import GatedMlp
 from batchmla.parallel import Par
 
@@ -27,7 +28,8 @@ class Router(Block):
 
 
 class Moe(Block):
-    """Σ weight · expert(x) + shared(x); experts are cut by ffn width, summed once over ranks."""
+    """Σ weight · expert(x) + shared(x); experts are dealt to ranks or cut by ffn width, and
+    summed once over the ranks of an attention group."""
 
     def __init__(
         self,
@@ -41,27 +43,37 @@ class Moe(Block):
         router: RouterDims,
         has_router_bias: bool,
     ) -> None:
-        local = par.placement.local(expert_width, "expert features")
-        share = router.active / num_experts
+        local = par.placement.local_expert_features(expert_width)
+        held, share = par.placement.local_experts(num_experts), router.active / num_experts
         self.router = Router(ops, width, num_experts, router, has_router_bias)
         self.experts_up = Weight(
-            num_experts, 2 * local, width, kind=PackKind.EXPERTS_UP, active_share=share
+            held, 2 * local, width, kind=PackKind.EXPERTS_UP, active_share=share
         )
         self.experts_down = Weight(
-            num_experts, width, local, kind=PackKind.EXPERTS_DOWN, active_share=share
+            held, width, local, kind=PackKind.EXPERTS_DOWN, active_share=share
         )
         self.shared = (
             GatedMlp(par, ops, width, shared_width, is_summed=False) if shared_width else None
         )
+        self.spread = SpreadExperts(par, num_experts, width, router.active)
         self._par = par
         self._experts = ops.experts
 
     def forward(self, x_TM: torch.Tensor) -> torch.Tensor:
         """[T, M] → [T, M]."""
         weights_TA, ids_TA = self.router.forward(x_TM)
-        out_TM = self._experts(
-            x_TM, weights_TA, ids_TA, self.experts_up.packed, self.experts_down.packed
-        )
+        out_TM = self.spread.forward(self._run, x_TM, weights_TA, ids_TA)
         if self.shared is not None:
             out_TM = out_TM + self.shared.forward(x_TM)
         return self._par.sum(out_TM)
+
+    def serve(self, dtype: torch.dtype, device: torch.device) -> None:
+        """See `SpreadExperts`."""
+        self.spread.serve(self._run, dtype, device)
+
+    def _run(
+        self, x_TM: torch.Tensor, weights_TA: torch.Tensor, ids_TA: torch.Tensor
+    ) -> torch.Tensor:
+        return self._experts(
+            x_TM, weights_TA, ids_TA, self.experts_up.packed, self.experts_down.packed
+        )

@@ -38,11 +38,16 @@ class FullWidthNorms(Block):
     One sum over ranks serves all of them.
     """
 
-    def __init__(self, par: Par, ops: Ops, eps: float, *widths: int) -> None:
-        """`widths` are whole."""
-        self.weights = tuple(Weight(par.placement.local(each, "norm features")) for each in widths)
+    def __init__(
+        self, par: Par, ops: Ops, eps: float, head_dim: int, heads: tuple[int, ...]
+    ) -> None:
+        """`heads` of each vector, on all ranks; of those that ranks outnumber they hold copies."""
+        placement = par.placement
+        self.weights = tuple(
+            Weight(placement.local_or_copied(each, "heads") * head_dim) for each in heads
+        )
         self.eps = eps
-        self._widths = widths
+        self._summed = [each * placement.copies(each) * head_dim for each in heads]
         self._par = par
         self._norm = ops.norm
 
@@ -54,7 +59,7 @@ class FullWidthNorms(Block):
         squares_TN = self._par.sum(
             torch.stack([x_TM.float().square().sum(dim=1) for x_TM in shares], dim=1)
         )
-        means_TN = squares_TN / squares_TN.new_tensor(self._widths)
+        means_TN = squares_TN / squares_TN.new_tensor(self._summed)
         scales_TN1 = means_TN.add_(self.eps).rsqrt_()[:, :, None]
         return tuple(
             (x_TM.float() * scales_TN1[:, index] * weight.tensor.float()).to(x_TM.dtype)

@@ -8,6 +8,7 @@ import torch
 from batchmla.kernels.block_sparse_ops import OaiGate
 from batchmla.kernels.ops import Ops, PackKind, RouterDims
 from batchmla.layers.block import Block, Weight
+from batchmla.layers.experts import SpreadExperts
 from batchmla.layers.linear import ColLinear, RowLinear
 from batchmla.layers.moe import Router
 from batchmla.parallel import Par
@@ -49,19 +50,22 @@ class OaiMlp(Block):
 
 
 class OaiMoe(Block):
-    """Σ weight · expert(x) + shared(x); experts are cut by ffn width, summed once over ranks."""
+    """Σ weight · expert(x) + shared(x); experts are dealt to ranks or cut by ffn width, and
+    summed once over the ranks of an attention group."""
 
     def __init__(self, par: Par, ops: Ops, dims: OaiMoeDims) -> None:
-        local = par.placement.local(dims.expert_width, "expert features")
+        local = par.placement.local_expert_features(dims.expert_width)
+        held = par.placement.local_experts(dims.num_experts)
         share = dims.router.active / dims.num_experts
         self.router = Router(ops, dims.width, dims.num_experts, dims.router, has_bias=True)
         self.experts_up = Weight(
-            dims.num_experts, 2 * local, dims.width, kind=PackKind.EXPERTS_UP, active_share=share
+            held, 2 * local, dims.width, kind=PackKind.EXPERTS_UP, active_share=share
         )
         self.experts_down = Weight(
-            dims.num_experts, dims.width, local, kind=PackKind.EXPERTS_DOWN, active_share=share
+            held, dims.width, local, kind=PackKind.EXPERTS_DOWN, active_share=share
         )
         self.shared = OaiMlp(par, ops, dims.width, dims.shared_width, dims.gate, is_summed=False)
+        self.spread = SpreadExperts(par, dims.num_experts, dims.width, dims.router.active)
         self._gate = dims.gate
         self._par = par
         self._experts = ops.blocks.experts
@@ -69,7 +73,15 @@ class OaiMoe(Block):
     def forward(self, x_TM: torch.Tensor) -> torch.Tensor:
         """[T, M] → [T, M]."""
         weights_TA, ids_TA = self.router.forward(x_TM)
-        out_TM = self._experts(
-            x_TM, weights_TA, ids_TA, self.experts_up.packed, self.experts_down.packed, self._gate
-        )
+        out_TM = self.spread.forward(self._run, x_TM, weights_TA, ids_TA)
         return self._par.sum(out_TM + self.shared.forward(x_TM))
+
+    def serve(self, dtype: torch.dtype, device: torch.device) -> None:
+        """See `SpreadExperts`."""
+        self.spread.serve(self._run, dtype, device)
+
+    def _run(
+        self, x_TM: torch.Tensor, weights_TA: torch.Tensor, ids_TA: torch.Tensor
+    ) -> torch.Tensor:
+        up, down = self.experts_up.packed, self.experts_down.packed
+        return self._experts(x_TM, weights_TA, ids_TA, up, down, self._gate)

@@ -220,9 +220,10 @@ def rules(config: Config) -> tuple[Rule | Skip, ...]:
     found = [
         *outer_rules(config.vocab_size, width, config.is_tied),
         *norm_rules(layers, width),
-        *gqa_rules(layers, width, config.num_heads * head_dim, config.num_kv_heads * head_dim,
-                   config.has_qkv_bias),
-    ]  # fmt: skip
+        *gqa_rules(
+            layers, width, config.num_heads, config.num_kv_heads, head_dim, config.has_qkv_bias
+        ),
+    ]
     if config.qk_norm is gqa.QkNorm.HEAD:
         found += [
             layer_rule(layers, f"self_attn.{name}.weight", f"attention.{name}.weight", (head_dim,))

@@ -181,15 +181,15 @@ def build(config: Config, par: Par, ops: Ops) -> Decoder:
 def rules(config: Config) -> tuple[Rule | Skip, ...]:
     """Hugging Face's names; w1 is the gate, w3 the up and w2 the down projection."""
     width, layers = config.width, range(config.num_layers)
-    q_width, kv_width = (
-        heads * config.head_dim for heads in (config.num_heads, config.num_kv_heads)
-    )
+    heads, kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
     found = [
         *outer_rules(config.vocab_size, width, config.is_tied),
         *norm_rules(layers, width),
-        *gqa_rules(layers, width, q_width, kv_width),
-        layer_rule(layers, "self_attn.q_norm.weight", "attention.norms.weights.0", (q_width,), 0),
-        layer_rule(layers, "self_attn.k_norm.weight", "attention.norms.weights.1", (kv_width,), 0),
+        *gqa_rules(layers, width, heads, kv_heads, head_dim),
+        layer_rule(layers, "self_attn.q_norm.weight", "attention.norms.weights.0",
+                   (heads * head_dim,), 0),
+        layer_rule(layers, "self_attn.k_norm.weight", "attention.norms.weights.1",
+                   (kv_heads * head_dim,), 0, num_parts=kv_heads),
         layer_rule(layers, "block_sparse_moe.e_score_correction_bias", "ffn.router.bias",
                    (config.num_experts,)),
         *moe_rules(layers, width, config.expert_width, config.num_experts,

@@ -114,9 +114,6 @@ def _behind_prefix(rule: Rule | Skip) -> Rule | Skip:
 
 def _text_rules(config: Config) -> list[Rule | Skip]:
     widths, everywhere = config.attention, range(config.num_layers)
-    q_width, kv_width = (
-        heads * widths.head_dim for heads in (widths.num_heads, widths.num_kv_heads)
-    )
     chosen = [index for index in everywhere if config.chooses[index]]
     routed = [index for index in everywhere if config.routes[index]]
     dense = [index for index in everywhere if not config.routes[index]]
@@ -128,7 +125,9 @@ def _text_rules(config: Config) -> list[Rule | Skip]:
     return [
         *outer_rules(config.vocab_size, widths.model, config.is_tied),
         *norm_rules(everywhere, widths.model),
-        *gqa_rules(everywhere, widths.model, q_width, kv_width),
+        *gqa_rules(
+            everywhere, widths.model, widths.num_heads, widths.num_kv_heads, widths.head_dim
+        ),
         *norms,
         *_index_rules(chosen, config),
         *mlp_rules(dense, widths.model, config.ffn_width),
@@ -143,7 +142,8 @@ def _index_rules(layers: Sequence[int], config: Config) -> list[Rule]:
     all_heads = (widths.num_kv_heads * widths.index_dim, widths.model)
     one_head = (widths.index_dim, widths.model)
     return [
-        layer_rule(layers, "self_attn.index_q_proj.weight", "attention.qkv.weight", all_heads, 0),
+        layer_rule(layers, "self_attn.index_q_proj.weight", "attention.qkv.weight", all_heads, 0,
+                   num_parts=widths.num_kv_heads),
         layer_rule(layers, "self_attn.index_k_proj.weight", "attention.qkv.weight", one_head),
         *(
             layer_rule(layers, f"self_attn.{name}.weight", f"attention.{name}.weight",

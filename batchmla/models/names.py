@@ -54,6 +54,7 @@ def layer_rule(
     shape: tuple[int, ...],
     shard_axis: int | None = None,
     num_experts: int = 1,
+    num_parts: int | None = None,
 ) -> Rule:
     """A tensor of every one of `layers`; the names start behind the layer's index."""
     return Rule(
@@ -63,6 +64,7 @@ def layer_rule(
         shard_axis=shard_axis,
         layers=layers,
         num_experts=num_experts,
+        num_parts=num_parts,
     )
 
 
@@ -75,16 +77,25 @@ def norm_rules(layers: Sequence[int], width: int) -> list[Rule]:
 
 
 def gqa_rules(
-    layers: Sequence[int], width: int, q_width: int, kv_width: int, has_qkv_bias: bool = False
+    layers: Sequence[int],
+    width: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    has_qkv_bias: bool = False,
 ) -> list[Rule]:
     """q, k and v stacked, and the output projection."""
     found = []
-    for name, rows in (("q", q_width), ("k", kv_width), ("v", kv_width)):
+    for name, heads in (("q", num_heads), ("k", num_kv_heads), ("v", num_kv_heads)):
         source, target = f"self_attn.{name}_proj", "attention.qkv"
-        found.append(layer_rule(layers, f"{source}.weight", f"{target}.weight", (rows, width), 0))
+        shape, parts = (heads * head_dim, width), None if name == "q" else heads
+        weight = (f"{source}.weight", f"{target}.weight", shape)
+        found.append(layer_rule(layers, *weight, 0, num_parts=parts))
         if has_qkv_bias:
-            found.append(layer_rule(layers, f"{source}.bias", f"{target}.bias", (rows,), 0))
-    out = layer_rule(layers, "self_attn.o_proj.weight", "attention.out.weight", (width, q_width), 1)
+            bias = (f"{source}.bias", f"{target}.bias", shape[:1])
+            found.append(layer_rule(layers, *bias, 0, num_parts=parts))
+    columns = (width, num_heads * head_dim)
+    out = layer_rule(layers, "self_attn.o_proj.weight", "attention.out.weight", columns, 1)
     return [*found, out]
 
 

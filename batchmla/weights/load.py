@@ -18,7 +18,7 @@ from batchmla.weights.quant import Storage, is_kept, scheme_of
 from batchmla.weights.quant_config import Quantisation
 from batchmla.weights.quant_random import random_quantised
 from batchmla.weights.quant_read import read_expanded, read_quantised
-from batchmla.weights.rules import Piece, Rule, Skip, expand
+from batchmla.weights.rules import Piece, Rule, Skip, expand, refuse_cuts
 
 logger = logging.getLogger(__name__)
 
@@ -50,12 +50,15 @@ def find_faults(
 ) -> dict[Skip, int]:
     """The same with the faults added to `faults`; tensors that the checkpoint already knows to be
     lost are none of them."""
-    wanted = {piece.source: piece.shape for piece in expand(rules, placement)}
+    if placement.num_ranks > 1:
+        refuse_cuts(rules, placement)
+    every = Placement()  # whatever this rank takes, all must be there
+    wanted = {piece.source: piece.shape for piece in expand(rules, every)}
     ids = {
         piece.source
         for rule in rules
         if isinstance(rule, Rule) and rule.is_integer
-        for piece in expand([rule], placement)
+        for piece in expand([rule], every)
     }
     entries = checkpoint.entries
     storage = Storage(entries, quantisation)

@@ -288,8 +288,9 @@ def scale_slices(piece: Piece, form: Form) -> tuple[slice, slice]:
 def _refuse_cut(piece: Piece, form: Form) -> None:
     columns, block = piece.slices[1], form.block_columns
     if columns.start % block or (columns.stop % block and columns.stop != piece.shape[1]):
+        other = "" if piece.expert is None else " or a larger model.parallel.expert"
         raise JobError(
             f"a rank's {columns.stop - columns.start} of the {piece.shape[1]} columns of "
             f"{piece.source} are no multiple of the {block} that share a scale; choose a smaller "
-            f"model.parallel.tensor, or set model.dtype to bfloat16 to expand the weights"
+            f"model.parallel.tensor{other}, or set model.dtype to bfloat16 to expand the weights"
         )

@@ -15,9 +15,11 @@ class Rule:
     Both names may hold {layer} and {expert}, which run over `layers` and `num_experts`; an expert's
     tensor lands in that row of the target's first dimension. Rules with one target are stacked
     along the first (within an expert: first remaining) dimension in the order they are given.
-    `shard_axis` is cut into equal parts over the ranks; None: every rank takes all of it. The
-    tensors hold floating-point numbers, or with `is_integer` ids. A norm of zeros alone is a fault
-    of the checkpoint unless it `may_be_zero`, as where 1 + w multiplies.
+    `shard_axis` is cut into equal parts over the ranks; None: every rank takes all of it. With
+    `num_parts` it is not cut finer than into so many, and ranks that outnumber them hold copies.
+    Experts are dealt to ranks first, and cut over those that share one. The tensors hold
+    floating-point numbers, or with `is_integer` ids. A norm of zeros alone is a fault of the
+    checkpoint unless it `may_be_zero`, as where 1 + w multiplies.
     """
 
     source: str
@@ -26,8 +28,14 @@ class Rule:
     shard_axis: int | None = None
     layers: Sequence[int] = range(1)
     num_experts: int = 1
+    num_parts: int | None = None
     is_integer: bool = False
     may_be_zero: bool = False
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether there is a tensor for each expert."""
+        return "{expert}" in self.source
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,30 +65,47 @@ class Piece:
     shape: tuple[int, ...]  # whole
     slices: tuple[slice, ...]  # this rank's share
     target: str
-    expert: int | None
+    expert: int | None  # counted among this rank's
 
 
 def expand(rules: Sequence[Rule | Skip], placement: Placement) -> Iterator[Piece]:
-    """Every piece of every rule, in the rules' order within each target."""
+    """Every piece of every rule that this rank takes, in the rules' order within each target."""
     for rule in rules:
         if isinstance(rule, Skip):
             continue
         slices = _slices(rule, placement)
-        has_experts = "{expert}" in rule.source
+        has_experts = rule.has_experts
+        experts = placement.expert_ids(rule.num_experts) if has_experts else range(1)
         for layer in rule.layers:
-            for expert in range(rule.num_experts):
+            for expert in experts:
                 yield Piece(
                     rule.source.format(layer=layer, expert=expert),
                     rule.shape,
                     slices,
                     rule.target.format(layer=layer),
-                    expert if has_experts else None,
+                    expert - experts.start if has_experts else None,
                 )
+
+
+def refuse_cuts(rules: Sequence[Rule | Skip], placement: Placement) -> None:
+    """Raises a `JobError` for the first tensor that cannot be cut so."""
+    for rule in rules:
+        if isinstance(rule, Rule):
+            _slices(rule, placement)
+            if rule.has_experts:
+                placement.local_experts(rule.num_experts)
 
 
 def _slices(rule: Rule, placement: Placement) -> tuple[slice, ...]:
     slices = [slice(0, length) for length in rule.shape]
     if rule.shard_axis is not None:
-        share = placement.local(rule.shape[rule.shard_axis], f"rows of {rule.source}")
-        slices[rule.shard_axis] = slice(placement.rank * share, (placement.rank + 1) * share)
+        length, what = rule.shape[rule.shard_axis], f"rows of {rule.source}"
+        if rule.has_experts:
+            share, index = placement.local_expert_features(length), placement.expert_share
+        elif rule.num_parts is not None and placement.copies(rule.num_parts) > 1:
+            share = length // rule.num_parts
+            index = placement.tensor_rank // placement.copies(rule.num_parts)
+        else:
+            share, index = placement.local(length, what), placement.tensor_rank
+        slices[rule.shard_axis] = slice(index * share, (index + 1) * share)
     return tuple(slices)

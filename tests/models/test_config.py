@@ -299,6 +299,6 @@ def test_count_equals_the_oracle(name: str) -> None:
 
 
 def test_heads_that_do_not_divide_are_refused() -> None:
-    raw = raw_config("llama", num_key_value_heads=1)
-    with pytest.raises(JobError, match=r"1 kv heads .* over 2 devices"):
+    raw = raw_config("llama", num_attention_heads=6, num_key_value_heads=3, head_dim=16)
+    with pytest.raises(JobError, match=r"3 kv heads .* over 2 devices"):
         count_model(raw, Placement(tensor=2), kernels.load("reference"), torch.float32)

@@ -25,6 +25,7 @@ def logits_on_ranks(
     num_ranks: int,
     kv_dtype: str = "float32",
     *,
+    expert: int = 1,
     keeps_quantised: bool = False,
 ) -> list[list[list[torch.Tensor]]]:
     """Per rank, per folder, per prompt: float32 [T, V]."""
@@ -33,8 +34,7 @@ def logits_on_ranks(
         context.Process(
             target=_run_rank,
             args=(
-                rank,
-                num_ranks,
+                Placement(tensor=num_ranks, expert=expert, rank=rank),
                 list(folders),
                 list(prompts),
                 scratch,
@@ -55,8 +55,7 @@ def logits_on_ranks(
 
 
 def _run_rank(
-    rank: int,
-    num_ranks: int,
+    placement: Placement,
     folders: list[Path],
     prompts: list[list[int]],
     scratch: Path,
@@ -64,7 +63,6 @@ def _run_rank(
     keeps_quantised: bool,
 ) -> None:
     torch.set_num_threads(1)
-    placement = Placement(tensor=num_ranks, rank=rank)
     par = Par.connect(placement, scratch / "store", timeout_s=230)
     results = []
     for folder in folders:
@@ -83,6 +81,6 @@ def _run_rank(
             first += num_pages
         run_chunks(model, make_cache(layout, first, device, len(rows)), rows, 13, PAGE_TOKENS)
         results.append([torch.cat(row.logits) for row in rows])
-    assert par.broadcast({"from": rank}) == {"from": 0}
-    torch.save(results, scratch / f"rank{rank}.pt")
+    assert par.broadcast({"from": placement.rank}) == {"from": 0}
+    torch.save(results, scratch / f"rank{placement.rank}.pt")
     par.close()
