@@ -7,6 +7,7 @@ from batchmla.kernels.ops import Ops
 from batchmla.kernels.triton.cache_write import write, write_latent
 from batchmla.kernels.triton.layer_norm import layer_norm
 from batchmla.kernels.triton.norm import add_norm, norm
+from batchmla.kernels.triton.records import read_record, write_record
 from batchmla.kernels.triton.rope import rope
 
 
@@ -21,5 +22,10 @@ def make_ops() -> Ops:
         rope=rope,
         write=write,
         write_latent=write_latent,
-        sparse=replace(plain.sparse, layer_norm=layer_norm),
+        sparse=replace(
+            plain.sparse,
+            layer_norm=layer_norm,
+            write_record=write_record,
+            read_record=read_record,
+        ),
     )
