@@ -16,6 +16,7 @@ from batchmla.kernels.ops import MlaDims, Ops, Packed
 from batchmla.kernels.sparse_ops import Record
 
 WIDTH_UNIT = 32  # of keys and values
+MOST_WIDTH = 4096
 
 
 class _Lanes(ctypes.Structure):
@@ -56,7 +57,8 @@ class _Job(ctypes.Structure):
 
 def reads_pages(dtype: torch.dtype, widths: Sequence[int]) -> bool:
     """Whether keys and values of these widths are served."""
-    return dtype == torch.bfloat16 and all(width % WIDTH_UNIT == 0 for width in widths)
+    is_even = all(width % WIDTH_UNIT == 0 and width <= MOST_WIDTH for width in widths)
+    return dtype == torch.bfloat16 and is_even
 
 
 def _lanes(rows: torch.Tensor, width: int, *, start: int = 0, step: int = 0) -> _Lanes:

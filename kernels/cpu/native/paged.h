@@ -1,0 +1,90 @@
+/* Rows of keys and values that lie in pages: where they are, and fetching them before their time. */
+#ifndef BATCHMLA_PAGED_H
+#define BATCHMLA_PAGED_H
+
+#include "softmax.h"
+
+/* One kind of key or value rows. Row n of page p: base + (p * page_rows + n) * stride + head * step,
+ * all in elements. */
+typedef struct {
+    const bf16 *base;
+    long width, stride, step;
+} Lanes;
+
+/* `heads` query heads share a key head; query (token, key head, j) is at
+ * q + token * q_stride + (key_head * heads + j) * width; results likewise. */
+typedef struct {
+    const bf16 *q;
+    bf16 *out;
+    long q_stride, out_stride, heads, key_heads, page_rows, table_width, sequences;
+    const int64_t *table;      /* [S, table_width] pages */
+    const int64_t *table_row;  /* of each sequence */
+    const int64_t *first_row;  /* its first token */
+    const int64_t *num_queries, *num_keys;
+    Lanes key, tail, value;    /* a key is `key` followed by `tail`, which may be empty */
+    float scale;
+} Job;
+
+typedef struct {
+    long sequence, key_head, row; /* the first of up to 32 rows (query, j) */
+} Unit;
+
+static inline const bf16 *row_at(const Job *job, const Lanes *lanes, const int64_t *pages, long position,
+                          long key_head) {
+    long row = pages[position / job->page_rows] * job->page_rows + position % job->page_rows;
+    return lanes->base + row * lanes->stride + key_head * lanes->step;
+}
+
+/* What a block will read is asked for while the one before it is computed, a few lines at a time:
+ * a core keeps only some under way. */
+typedef struct {
+    const Job *job;
+    const int64_t *pages;
+    long position, end, key_head, part, at;
+    const char *row;
+} Ahead;
+
+/* `part` 0: the key of the present position, 1: its value, where that lies elsewhere. */
+static inline void ahead_row(Ahead *ahead) {
+    const Lanes *lanes = ahead->part ? &ahead->job->value : &ahead->job->key;
+    ahead->at = 0;
+    ahead->row = (const char *)row_at(ahead->job, lanes, ahead->pages, ahead->position,
+                                      ahead->key_head);
+}
+
+/* Up to 128 keys of `unit` from `position` on. */
+static inline Ahead look_ahead(const Job *job, Unit unit, long position) {
+    long end = job->num_keys[unit.sequence];
+    Ahead ahead = {job, job->table + job->table_row[unit.sequence] * job->table_width, position,
+                   end < position + BLOCK ? end : position + BLOCK, unit.key_head, 0, 0, 0};
+    if (position < end) ahead_row(&ahead);
+    return ahead;
+}
+
+static inline void fetch(Ahead *ahead, long lines) {
+    for (; lines > 0 && ahead->position < ahead->end; lines--) {
+        /* not the builtin: gcc takes a function that does nothing else for one without effect */
+        __asm__ volatile("prefetcht1 %0" ::"m"(ahead->row[ahead->at]));
+        ahead->at += 64;
+        const Lanes *lanes = ahead->part ? &ahead->job->value : &ahead->job->key;
+        if (ahead->at < 2 * lanes->width) continue;
+        ahead->part = !ahead->part && ahead->job->value.base != ahead->job->key.base;
+        ahead->position += !ahead->part;
+        if (ahead->position < ahead->end) ahead_row(ahead);
+    }
+}
+
+/* The key rows of a tile from `position` on, in a row each `*stride` elements; where they lie in
+ * several pages, gathered into `room`. */
+static inline const bf16 *key_tile(const Job *job, const Lanes *lanes, Unit unit, const int64_t *pages,
+                            long position, bf16 *room, long *stride) {
+    *stride = lanes->stride;
+    if (job->page_rows % TILE == 0) return row_at(job, lanes, pages, position, unit.key_head);
+    *stride = lanes->width;
+    for (long n = 0; n < TILE && position + n < job->num_keys[unit.sequence]; n++)
+        memcpy(room + n * lanes->width, row_at(job, lanes, pages, position + n, unit.key_head),
+               2 * (size_t)lanes->width);
+    return room;
+}
+
+#endif
