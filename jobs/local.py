@@ -9,7 +9,7 @@ from typing import Any
 from batchmla.core import Completion, FinishReason, Prompt
 from batchmla.engine.config import EngineConfig
 from batchmla.engine.engine import load_engine, plan_engine, read_config
-from batchmla.engine.hardware import detect
+from batchmla.engine.hardware import Hardware, detect
 from batchmla.engine.numerics import describe_numerics
 from batchmla.errors import DeviceError, JobError
 from batchmla.jobs.manifest import model_fingerprint
@@ -138,16 +138,19 @@ class LocalText:
         )
 
 
-def plan_local_engine(spec: JobSpec, folder: Path) -> EngineConfig:
-    """What the engine of this job will be on this machine, fitting or not."""
-    hardware = detect(spec.model.device)
+def plan_local_engine(
+    spec: JobSpec, folder: Path, hardware: Hardware | None = None
+) -> EngineConfig:
+    """What the engine of this job will be on `hardware` (this machine's), fitting or not."""
+    hardware = hardware or detect(spec.model.device)
     return plan_engine(read_config(folder), engine_options(spec, folder), hardware)
 
 
-def local_numerics(spec: JobSpec) -> dict[str, str]:
-    """What exact mode's promise depends on, on this machine; no weights are read."""
+def local_numerics(spec: JobSpec, hardware: Hardware | None = None) -> dict[str, str]:
+    """What exact mode's promise depends on, on `hardware` (this machine's); no weights are read."""
     folder = find_model(spec.model.path, spec.model.revision)
-    found = describe_numerics(plan_local_engine(spec, folder), detect(spec.model.device))
+    hardware = hardware or detect(spec.model.device)
+    found = describe_numerics(plan_local_engine(spec, folder, hardware), hardware)
     if spec.sampling.structured is not None:
         found["llguidance"] = grammar_version()
     return found
@@ -172,10 +175,10 @@ def local_text(spec: JobSpec, table: Table, limit_tokens: int | None = None) -> 
     return text
 
 
-def check_local_engine(spec: JobSpec) -> None:
+def check_local_engine(spec: JobSpec, hardware: Hardware | None = None) -> None:
     """Raises for a folder with faults, and for a model that does not fit: nothing is loaded."""
     folder = find_model(spec.model.path, spec.model.revision)
-    config = plan_local_engine(spec, folder)
+    config = plan_local_engine(spec, folder, hardware)
     check_folder(folder, read_config(folder), config.placement, spec.model.load_format)
     if config.misfit is not None:
         raise DeviceError(config.misfit)

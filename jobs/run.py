@@ -38,7 +38,7 @@ from batchmla.jobs.rowtext import RowText
 from batchmla.jobs.runlog import log_only, run_log
 from batchmla.jobs.sample_counts import refuse_other_counts
 from batchmla.jobs.samples import sampled
-from batchmla.jobs.seams import Seams
+from batchmla.jobs.seams import Seams, seams_of
 from batchmla.jobs.segments import list_segments
 from batchmla.jobs.signals import Signals, StopRun
 from batchmla.jobs.spec import LoadedSpec
@@ -81,13 +81,10 @@ def run_job(
         retry_failed=retry_failed,
         accept_changes=accept_changes,
     )
-    if seams is None:
-        from batchmla.jobs.local import local_seams  # late: it brings torch
-
-        seams = local_seams()
+    seams = seams or seams_of(loaded.spec)
     output = place_of(loaded.spec.output.path)
     store = seams.store(output)
-    with Signals() as signals, Deadline(store, signals.is_stopping):
+    with Signals() as signals, Deadline(store, signals.is_stopping), closing(seams):
         try:
             made = store.open()
             lease = lease_of(store, signals.is_stopping)

@@ -71,6 +71,10 @@ def _no_numerics(_spec: JobSpec) -> Mapping[str, str]:
     return {}
 
 
+def _nothing_open() -> None:
+    """Nothing to close."""
+
+
 def _no_check(_spec: JobSpec) -> None:
     """Of an engine that reads no files."""
 
@@ -87,3 +91,15 @@ class Seams:
     pace: Pace = field(default_factory=Pace)  # of the journal
     numerics: Callable[[JobSpec], Mapping[str, str]] = _no_numerics
     check: Callable[[JobSpec], None] = _no_check
+    close: Callable[[], None] = _nothing_open  # at the end of the run
+
+
+def seams_of(spec: JobSpec) -> Seams:
+    """Those that a job's executor needs. Imported late: they bring torch."""
+    if spec.executor.kind == "ray":
+        from batchmla.jobs.replicas_seams import ray_seams
+
+        return ray_seams(spec)
+    from batchmla.jobs.local import local_seams
+
+    return local_seams()

@@ -210,6 +210,13 @@ class ExecutorSettings(Section):
     replicas: Positive | ReplicaRange = 1
     address: str = "auto"
 
+    @property
+    def bounds(self) -> tuple[int, int]:
+        """Fewest and most replicas."""
+        if isinstance(self.replicas, int):
+            return self.replicas, self.replicas
+        return self.replicas.min, self.replicas.max
+
 
 class OutputSettings(Section):
     """Where results go and in which form."""

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ValidationError
 
 from batchmla.errors import JobError
-from batchmla.jobs.settings import JobSpec
+from batchmla.jobs.settings import ExecutorSettings, JobSpec
 from batchmla.jobs.unbuilt import unbuilt_faults
 from batchmla.jobs.wording import known_keys, nearest, unknown_keys, value_faults
 from batchmla.jobs.yaml_text import KeyPath, key_word, parse_yaml
@@ -150,6 +150,22 @@ def _one_message(
     return "\n".join(sentences)
 
 
+def _executor_faults(executor: ExecutorSettings) -> Iterator[tuple[KeyPath, str]]:
+    fewest, most = executor.bounds
+    if fewest > most:
+        yield (
+            ("executor", "replicas"),
+            f"executor.replicas.min {fewest} is more than executor.replicas.max {most}",
+        )
+    if executor.kind == "local":
+        for key, is_given in (("replicas", most > 1), ("address", executor.address != "auto")):
+            if is_given:
+                yield (
+                    ("executor", key),
+                    f"executor.{key} needs executor.kind: ray; local runs one engine here",
+                )
+
+
 def broken_rules(spec: JobSpec) -> Iterator[tuple[KeyPath, str]]:
     """What no single value shows: values that contradict one another."""
     prompt, sampling, reasoning = spec.prompt, spec.sampling, spec.reasoning
@@ -207,6 +223,7 @@ def broken_rules(spec: JobSpec) -> Iterator[tuple[KeyPath, str]]:
             ("reasoning", "budget_share"),
             "reasoning.budget and reasoning.budget_share are two ways to say one thing; give one",
         )
+    yield from _executor_faults(spec.executor)
     has_budget = reasoning.budget is not None or reasoning.budget_share is not None
     ends_reasoning = has_budget or reasoning.loop_guard is not None
     if reasoning.budget_message is not None and not ends_reasoning:

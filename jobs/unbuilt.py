@@ -56,9 +56,6 @@ UNBUILT = (
     Unbuilt("model.parallel.expert", _differs(1), "leave it at 1"),
     Unbuilt("model.parallel.attention_data", _differs(1), "leave it at 1"),
     Unbuilt("model.speculative", _equals("mtp"), "leave it at off"),
-    Unbuilt("executor.kind", _equals("ray"), "leave it at local"),
-    Unbuilt("executor.replicas", _differs(1), "leave it at 1"),
-    Unbuilt("executor.address", lambda value: value not in (None, "auto"), "leave it at auto"),
     Unbuilt("output.path", _is_hub, "give a local folder, s3://BUCKET/… or gs://BUCKET/…"),
 )
 

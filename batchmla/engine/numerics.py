@@ -25,6 +25,16 @@ def describe_numerics(config: EngineConfig, hardware: Hardware) -> dict[str, str
     }
 
 
+def count_threads() -> int:
+    """The threads that this process computes with."""
+    return torch.get_num_threads()
+
+
+def use_threads(count: int) -> None:
+    """The threads that this process computes with, before an engine is loaded in it."""
+    torch.set_num_threads(count)
+
+
 def _instructions() -> str:
     """The instruction set that torch and oneDNN choose their loops by."""
     has_amx = torch.cpu._is_amx_tile_supported()

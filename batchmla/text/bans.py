@@ -64,12 +64,12 @@ class BannedWords:
 
     def __init__(self, words: Sequence[str], vocabulary: Vocabulary) -> None:
         assert words and all(words), "an empty word is in every text"
-        self._words = tuple(word.encode() for word in words)
+        self.words = tuple(word.encode() for word in words)
         self._vocabulary = vocabulary
 
     def watch(self) -> "BannedNow":
         """A watch at the beginning of a completion."""
-        return BannedNow(self._vocabulary.table(self._words), self._vocabulary.texts)
+        return BannedNow(self._vocabulary.table(self.words), self._vocabulary.texts)
 
 
 class BannedNow:

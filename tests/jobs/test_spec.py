@@ -226,7 +226,7 @@ def test_wrong_values_are_one_sentence_with_what_is_allowed(
 
 def test_all_faults_come_at_once_in_the_order_of_the_file(tmp_path: Path) -> None:
     text = MINIMAL + "sampling: {max_token: 64, top_p: 1.5}\nengine:\n  compute: 4\n  dedupe: 1\n"
-    lines = refusal(tmp_path, text, "errors.mx=1", "executor.kind=ray").splitlines()
+    lines = refusal(tmp_path, text, "errors.mx=1", "model.speculative=mtp").splitlines()
     assert len(lines) == 6
     placed = [line for line in lines if line.startswith(str(tmp_path))]
     assert [line.split("line ")[1][0] for line in placed] == ["5", "5", "7", "8"]
@@ -238,8 +238,6 @@ def test_all_faults_come_at_once_in_the_order_of_the_file(tmp_path: Path) -> Non
         "model.path=s3://bucket/model", "model.parallel=auto",
         "model.parallel.expert=8", "model.parallel.attention_data=2",
         "model.speculative=mtp",
-        "executor.kind=ray", "executor.replicas=2",
-        "executor.replicas={min: 1, max: 8}", "executor.address=ray://x",
         "output.path=hf://someone/out",
     ],
 )  # fmt: skip
@@ -263,6 +261,8 @@ def test_the_table_of_refusals_names_only_known_keys() -> None:
         "executor.address=auto", "sampling.n=1", "sampling.stop=[]", "sampling.logit_bias={}",
         "sampling.frequency_penalty=0", "sampling.structured=null", "engine.deterministic=true",
         "reasoning.loop_guard=null", "executor={kind: local, replicas: 1, address: auto}",
+        "executor={kind: ray, replicas: 4}", "executor={kind: ray, replicas: {min: 1, max: 8}}",
+        "executor={kind: ray, address: '10.0.0.1:6379'}",
         "sampling.bad_words=[]", "prompt.too_long=error", "sampling.temperature=0",
         "prompt.too_long=truncate_middle",
         "errors.max=1", "errors.max=0", "errors.max=0.0", "errors.max=0.999",
@@ -287,6 +287,10 @@ def test_neutral_values_are_accepted(tmp_path: Path, override: str) -> None:
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
+        (["executor.replicas=2"], "executor.replicas needs executor.kind: ray"),
+        (["executor.replicas={min: 1, max: 8}"], "executor.replicas needs executor.kind: ray"),
+        (["executor.address=local"], "executor.address needs executor.kind: ray"),
+        (["executor={kind: ray, replicas: {min: 3, max: 2}}"], "min 3 is more than"),
         (["prompt={}"], "give exactly one of prompt.user, prompt.messages and prompt.raw"),
         (["prompt.raw=x"], "found prompt.user and prompt.raw"),
         (["prompt={system: s, messages: chat}"], "prompt.system goes with prompt.user"),
