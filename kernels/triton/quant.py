@@ -38,8 +38,9 @@ def decode_e4m3(codes):
     code = codes.to(tl.int32)
     # the exponent bits lie in float32's lowest ones: 2**120 too small
     small = ((code & 0x7F) << 20).to(tl.float32, bitcast=True)
-    magnitude = tl.where((code & 0x7F) == 0x7F, float("nan"), small * 1.329227995784916e36)
-    return tl.where(code >= 128, -magnitude, magnitude)
+    bits = (small * 1.329227995784916e36).to(tl.int32, bitcast=True)
+    bits = tl.where((code & 0x7F) == 0x7F, 0x7FC00000, bits) | ((code & 0x80) << 24)
+    return bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit

@@ -49,7 +49,7 @@ def test_bytes_are_the_references(record: Record, dtype: torch.dtype) -> None:
 @by_record
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_values_are_the_references(record: Record, dtype: torch.dtype) -> None:
-    kept, slots = cache(record), torch.tensor([0, 11, 5, 6, 6])
+    kept, slots = cache(record), torch.tensor([0, 2, 5, 6, 6])
     plain.write_record(kept, torch.arange(7), rows(record)[:, : record.width], record)
     want = plain.read_record(kept, slots, record, dtype)
     assert torch.equal(read_record(kept, slots, record, dtype).nan_to_num(1.25),
@@ -67,7 +67,6 @@ def test_every_code_is_read_and_written_back() -> None:
     assert torch.equal(values[0].nan_to_num(999.0), want.nan_to_num(999.0))
     again = torch.zeros_like(kept)
     write_record(again, slots, values, record)
-    again[0, 0, 255] |= 128  # NaN has no sign
     assert torch.equal(again, kept)
 
 
