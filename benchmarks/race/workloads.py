@@ -1,8 +1,9 @@
-"""The three workloads of the race and what they cost at the very least."""
+"""What the peers run: three even workloads and the realistic job, new tokens for every run."""
 
 from dataclasses import dataclass
 from random import Random
-from typing import Any
+
+from packing_trace import realistic
 
 Ids = list[int]
 
@@ -43,71 +44,43 @@ class Workload:
 WORKLOADS = {
     workload.name: workload
     for workload in (
-        Workload("a", 64, 1024, 64),
-        Workload("b", 64, 64, 256),
-        Workload("c", 832, 832, 32, num_shared=768),
+        Workload("mixed", 64, 1024, 64),
+        Workload("decode", 64, 64, 256),
+        Workload("prefix", 832, 832, 32, num_shared=768),
     )
 }
+REALISTIC = "realistic"
+JOBS = (*WORKLOADS, REALISTIC)
 
 
 @dataclass(frozen=True)
-class Rates:
-    """What two threads of this machine do a second."""
+class Rows:
+    """Prompts, and how many tokens each is to generate: neither more nor less."""
 
-    flops_per_s: float
-    bytes_per_s: float
+    prompts: list[Ids]
+    num_new: list[int]
+
+    def cut(self, most_rows: int, most_new: int) -> "Rows":
+        """The first of them, and the first tokens of their completions."""
+        num_new = [min(count, most_new) for count in self.num_new[:most_rows]]
+        return Rows(self.prompts[:most_rows], num_new)
 
 
-def floor_s(workload: Workload, prompts: list[Ids], fields: dict[str, Any], rates: Rates) -> float:
-    """Seconds below which no engine with bfloat16 weights can stay.
+def rows_of(
+    job: str, vocab_size: int, seed: int, *, scale: int = 1, most_rows: int | None = None
+) -> Rows:
+    """The rows of a job; another seed gives other tokens of the same lengths and prefixes.
 
-    Prompts by flops, a shared prefix once; every decode step by the slower of its flops and of the
-    bytes of the weights its tokens touch plus the latent rows of all contexts.
+    `scale`: only every so manieth row. `most_rows`: only the first rows of the realistic job,
+    before that.
     """
-    count = len(prompts)
-    shared = workload.num_shared
-    own = [len(prompt) - shared for prompt in prompts]
-    token_flops = 2 * _layer_weights(fields, fields["num_experts_per_tok"])
-    pair_flops = 2 * fields["num_hidden_layers"] * fields["num_attention_heads"] * (
-        fields["qk_nope_head_dim"] + fields["qk_rope_head_dim"] + fields["v_head_dim"]
-    )  # fmt: skip
-    pairs = shared * shared / 2 + sum(n * shared + n * n / 2 for n in own)
-    head = fields["vocab_size"] * fields["hidden_size"]
-    prompt_flops = token_flops * (shared + sum(own)) + pair_flops * pairs + 2 * head * count
-    row_bytes = 2 * fields["num_hidden_layers"] * (
-        fields["kv_lora_rank"] + fields["qk_rope_head_dim"]
-    )  # fmt: skip
-    missed = (1 - fields["num_experts_per_tok"] / fields["n_routed_experts"]) ** count
-    touched = fields["n_routed_experts"] * (1 - missed)
-    weight_bytes = 2 * (_layer_weights(fields, touched) + head)
-    seconds = prompt_flops / rates.flops_per_s
-    for step in range(1, workload.num_new):
-        context = sum(own) + count * step + shared
-        step_flops = (token_flops + 2 * head) * count + pair_flops * (
-            sum(own) + count * (step + shared)
-        )
-        step_bytes = weight_bytes + context * row_bytes
-        seconds += max(step_flops / rates.flops_per_s, step_bytes / rates.bytes_per_s)
-    return seconds
-
-
-def _layer_weights(fields: dict[str, Any], experts: float) -> float:
-    """Weights of all layers with so many routed experts in each."""
-    width, heads, rank = fields["hidden_size"], fields["num_attention_heads"], fields["q_lora_rank"]
-    nope, rope = fields["qk_nope_head_dim"], fields["qk_rope_head_dim"]
-    value, latent = fields["v_head_dim"], fields["kv_lora_rank"]
-    attention = (
-        width * (rank + latent + rope)
-        + rank * heads * (nope + rope)
-        + latent * heads * (nope + value)
-        + heads * value * width
-    )
-    one = 3 * width * fields["moe_intermediate_size"]
-    dense = fields["first_k_dense_replace"]
-    sparse = fields["num_hidden_layers"] - dense
-    return (
-        fields["num_hidden_layers"] * attention
-        + dense * 3 * width * fields["intermediate_size"]
-        + sparse
-        * (one * (experts + fields["n_shared_experts"]) + width * fields["n_routed_experts"])
+    if job in WORKLOADS:
+        workload = WORKLOADS[job]
+        prompts = workload.prompts(vocab_size, seed, scale)
+        return Rows(prompts, [workload.num_new] * len(prompts))
+    trace, shift = realistic(), 37 * (seed + 1)
+    chosen = range(len(trace.prompts))[:most_rows][::scale]
+    return Rows(
+        [((trace.prompts[i].token_ids + shift) % (vocab_size - 2) + 2).tolist() for i in chosen],
+        [trace.output_tokens[i] for i in chosen],
     )
