@@ -305,4 +305,7 @@ class EngineOptions:
     prefix_caching: bool = True
     deterministic: bool = False  # exact mode: a row's logits depend on its own tokens only
     tensor_parallel: int = 1
+    expert_parallel: int = 1
+    attention_data: int = 1  # groups of ranks, each with sequences of its own
+    is_parallel_auto: bool = False  # the three sizes follow from the devices that are there
     kv_pool_tokens: int | None = field(default=None)  # tests: a pool of exactly so many tokens

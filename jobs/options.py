@@ -3,13 +3,14 @@
 from pathlib import Path
 
 from batchmla.core import EngineOptions
+from batchmla.jobs.settings import ParallelSettings
 from batchmla.jobs.spec import JobSpec
 
 
 def engine_options(spec: JobSpec, folder: Path) -> EngineOptions:
     """What the job asks of an engine for the model in `folder`; "auto" sizes become None."""
     model, engine = spec.model, spec.engine
-    tensor = 1 if model.parallel == "auto" else model.parallel.tensor
+    sizes = ParallelSettings() if isinstance(model.parallel, str) else model.parallel
     return EngineOptions(
         model=str(folder),
         device=model.device,
@@ -23,7 +24,10 @@ def engine_options(spec: JobSpec, folder: Path) -> EngineOptions:
         block_size=_size(engine.block_size),
         prefix_caching=engine.prefix_caching,
         deterministic=engine.deterministic,
-        tensor_parallel=tensor if isinstance(tensor, int) else 1,
+        tensor_parallel=sizes.tensor,
+        expert_parallel=sizes.expert,
+        attention_data=sizes.attention_data,
+        is_parallel_auto=model.parallel == "auto",
     )
 
 

@@ -4,13 +4,14 @@ loaded.
 `draft` also describes an engine that does not fit, for `plan`; `resolve` refuses it.
 """
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Literal
 
 from batchmla.core import EngineOptions
 from batchmla.engine.group import Limits
 from batchmla.engine.hardware import Hardware
+from batchmla.engine.pool import Pool
 from batchmla.engine.settle import (
     Backend,
     settle_backend,
@@ -21,13 +22,8 @@ from batchmla.engine.settle import (
 )
 from batchmla.engine.workspace import Workspace
 from batchmla.errors import DeviceError, JobError
-from batchmla.kv.capacity import (
-    MemoryBudget,
-    kv_capacity_tokens,
-    lanes_for,
-    pages_within,
-    pool_bytes,
-)
+from batchmla.kernels.cpu.head_blocks import MAX_EXPANDED_BYTES
+from batchmla.kv.capacity import MemoryBudget, kv_capacity_tokens, pool_bytes
 from batchmla.kv.layout import DTYPE_BYTES, KVLayout
 from batchmla.models.base import ModelConfig
 from batchmla.placement import Placement
@@ -42,8 +38,9 @@ TINY_MODEL_BYTES = 2**28
 class EngineConfig:
     """An engine with nothing left open. `notes` says what was chosen and is worth telling.
 
-    `memory` is one device's; `workspace_bytes` in it is an estimate (see `Workspace`). `misfit` is
-    the sentence that `resolve` raises when the engine does not fit.
+    `memory` is one device's; `workspace_bytes` in it is an estimate (see `Workspace`). `num_pages`,
+    `max_num_seqs` and `max_batched_tokens` are those of each attention group. `misfit` is the
+    sentence that `resolve` raises when the engine does not fit.
     """
 
     device: Literal["cuda", "cpu"]
@@ -67,7 +64,9 @@ class EngineConfig:
 
     @property
     def kv_capacity_tokens(self) -> int:
-        return kv_capacity_tokens(self.layout, self.num_pages)
+        """Of all attention groups together, each of which has a pool of `num_pages`."""
+        groups = self.placement.attention_data
+        return groups * kv_capacity_tokens(self.layout, self.num_pages)
 
     @property
     def limits(self) -> Limits:
@@ -121,7 +120,7 @@ def draft(
     layout = layout_of(kv_dtype, placement, page_tokens)
     max_num_seqs = options.max_num_seqs or _max_num_seqs(hardware, weights_bytes)
     max_batched_tokens = options.max_batched_tokens or max(
-        max_num_seqs, 8192 if hardware.kind == "cuda" else 1024
+        max_num_seqs, _step_tokens(hardware, placement)
     )
     workspace = Workspace(
         row_width=-(-config.mha_row_width // placement.tensor),
@@ -134,6 +133,8 @@ def draft(
         decoded_share=0.0
         if kv_dtype in DTYPE_BYTES
         else layout_of(dtype, placement, page_tokens).token_bytes / layout.token_bytes,
+        chosen_width=_chosen_width(config) if placement.attention_data > 1 else 0,
+        max_expanded_bytes=_max_expanded_bytes(config, hardware),
     )
     pool = Pool(
         options=options,
@@ -166,98 +167,6 @@ def draft(
         keeps_quantised=settle_quantised(options, config),
         misfit=pool.misfit(max_model_len, num_pages, memory),
     )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pool:
-    """The size of the KV pool as a function of the longest sequence allowed."""
-
-    options: EngineOptions
-    layout: KVLayout
-    hardware: Hardware
-    weights_bytes: int
-    workspace: Workspace
-
-    @property
-    def num_lanes(self) -> int:
-        """Lanes beside the pages."""
-        running = self.workspace.max_num_seqs
-        return lanes_for(self.layout, running) if self.options.prefix_caching else running
-
-    @property
-    def usable_bytes(self) -> int:
-        """The engine's share of the memory, never more than is free."""
-        share_bytes = int(self.hardware.memory_bytes * self.options.memory_utilization)
-        return min(share_bytes, self.hardware.free_bytes)
-
-    def pages(self, max_model_len: int) -> int:
-        """Pages for sequences of up to `max_model_len` tokens; 0 when nothing is left for them."""
-        if self.options.kv_pool_tokens is not None:
-            return self.options.kv_pool_tokens // self.layout.page_tokens
-        fixed_bytes = self.workspace.fixed_bytes(max_model_len)
-        left_bytes = max(0, self.usable_bytes - self.weights_bytes - fixed_bytes)
-        kv_bytes = int(left_bytes / (1 + self.workspace.gather_share))
-        num_pages = pages_within(self.layout, kv_bytes, self.num_lanes)
-        if self.hardware.kind == "cpu":
-            useful = self.workspace.max_num_seqs * self.layout.pages_for(max_model_len)
-            num_pages = min(num_pages, useful)
-        return num_pages
-
-    def longest(self, max_positions: int) -> int:
-        """The greatest length up to `max_positions` of which one sequence fits; the model's if none
-        does.
-        """
-        if self.pages(max_positions) >= self.layout.pages_for(max_positions):
-            return max_positions
-        low, high = 0, self.layout.pages_for(max_positions)  # pages: low fits, high does not
-        while high - low > 1:
-            middle = (low + high) // 2
-            fits = self.pages(middle * self.layout.page_tokens) >= middle
-            low, high = (middle, high) if fits else (low, middle)
-        return min(low * self.layout.page_tokens, max_positions) or max_positions
-
-    def memory(self, max_model_len: int, num_pages: int) -> MemoryBudget:
-        """The table of shares; the gathered part of the workspace follows the pool."""
-        kv_bytes = pool_bytes(self.layout, num_pages, self.num_lanes)
-        gathered_bytes = int(kv_bytes * self.workspace.gather_share)
-        return MemoryBudget(
-            total_bytes=self.hardware.memory_bytes,
-            reserve_bytes=self.hardware.memory_bytes - self.usable_bytes,
-            weights_bytes=self.weights_bytes,
-            workspace_bytes=self.workspace.fixed_bytes(max_model_len) + gathered_bytes,
-        )
-
-    def misfit(self, max_model_len: int, num_pages: int, memory: MemoryBudget) -> str | None:
-        """The sentence for the user when the engine cannot be built like this."""
-        needed = self.layout.pages_for(max_model_len)
-        kv_bytes = pool_bytes(self.layout, max(num_pages, needed), self.num_lanes)
-        if num_pages >= needed and kv_bytes <= memory.kv_bytes:
-            return None
-        one_bytes = pool_bytes(self.layout, needed, self.num_lanes)
-        fixed_bytes = self.workspace.fixed_bytes(max_model_len)
-        share = f"memory_utilization {self.options.memory_utilization:g}"
-        return (
-            f"the model does not fit on {self.hardware.name}: weights {_size(self.weights_bytes)}, "
-            f"workspace {_size(fixed_bytes)} and the KV cache of one sequence of {max_model_len} "
-            f"tokens {_size(one_bytes)} exceed the usable {_size(self.usable_bytes)} ({share}); "
-            + ", or ".join((*self._ways_out(max_model_len), "use a device with more memory"))
-        )
-
-    def _ways_out(self, max_model_len: int) -> Iterator[str]:
-        """The settings of which each alone makes room for one sequence."""
-        longest = self.longest(max_model_len)
-        if longest < max_model_len:
-            yield f"set model.max_model_len to {longest} or less"
-        least = replace(self.workspace, max_num_seqs=1, max_batched_tokens=1)
-        everything = replace(self.options, memory_utilization=1.0)
-        small_pages = replace(self.layout, page_tokens=self.layout.least_page_tokens)
-        for words, change in (
-            ("raise model.memory_utilization", replace(self, options=everything)),
-            ("lower engine.max_num_seqs or .max_batched_tokens", replace(self, workspace=least)),
-            ("lower engine.block_size", replace(self, layout=small_pages)),
-        ):
-            if change.pages(max_model_len) >= change.layout.pages_for(max_model_len):
-                yield words
 
 
 def _check(options: EngineOptions, config: ModelConfig) -> None:
@@ -298,6 +207,28 @@ def _plain_page_tokens(config: ModelConfig, hardware: Hardware, weights_bytes: i
     return 32 if weights_bytes > TINY_MODEL_BYTES and "mla" in config.attention_kinds else 16
 
 
+def _step_tokens(hardware: Hardware, placement: Placement) -> int:
+    """Of each attention group: enough that products and not weights take the time."""
+    if hardware.kind == "cpu":
+        return 1024
+    return 8192 if placement.attention_data == 1 else 4096
+
+
+def _max_expanded_bytes(config: ModelConfig, hardware: Hardware) -> int | None:
+    """Latent rows are expanded for a few heads at a time by torch's kernels; GQA's are whole, and
+    the compiled kernels of CPUs have bounds of their own, which are not counted on."""
+    is_latent = "mla" in config.attention_kinds
+    return MAX_EXPANDED_BYTES if hardware.kind == "cuda" and is_latent else None
+
+
+def _chosen_width(config: ModelConfig) -> int:
+    """Values that a token sends to its experts if each choice is counted."""
+    router = getattr(config, "router", None)
+    active: int = getattr(router, "active", 0)
+    width: int = getattr(config, "width", 0)
+    return active * width
+
+
 def _max_num_seqs(hardware: Hardware, weights_bytes: int) -> int:
     """A CPU is busy at a few dozen rows, unless the model is so small that the host's work
     dominates.
@@ -320,11 +251,3 @@ def _notes(
             f"max_model_len {max_model_len}: no sequence of the model's {wanted} tokens fits"
         )
     return tuple(notes)
-
-
-def _size(num_bytes: int) -> str:
-    """In the largest unit of which it has at least one."""
-    for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if num_bytes >= scale:
-            return f"{num_bytes / scale:.2f} {unit}"
-    return f"{num_bytes} bytes"

@@ -98,40 +98,72 @@ def step_costs(
     *,
     dtype: str,
     weight_scale: float = 1.0,
+    placement: Placement | None = None,
+    rank_weight_bytes: int | None = None,
 ) -> StepCosts:
-    """The costs of a parsed `config.json`, computed in `dtype` on one device.
+    """The costs of a parsed `config.json`, computed in `dtype`, on all ranks of `placement`
+    together (default: one), of which `layout` is one's.
 
-    `weight_scale`: bytes of a weight as stored over those of `dtype`. Latent attention decodes in
-    the latent space, where a pair takes a score and a sum over the whole row of the cache.
+    `weight_scale`: bytes of a weight as stored over those of `dtype`; or it follows from all bytes
+    of a rank's weights. What several ranks hold is read by each of them; that they also compute it
+    each is left out. Latent attention decodes in the latent space, where a pair takes a score and a
+    sum over the whole row of the cache.
     """
+    placement = placement or Placement()
     family = get_family(raw_config)
     config = family.Config.from_hf(raw_config)
-    model = family.build(config, Par(Placement()), ops)
-    assert isinstance(model, Block), f"{type(model)} has no weights"
-    held = [(name, weight) for name, weight in model.named_weights()]
-    head = sum(weight.numel for name, weight in held if name.startswith("head."))
-    inner = [weight for name, weight in held if not name.startswith(("embed.", "head."))]
-    experts = [weight for weight in inner if weight.kind in _EXPERTS]
-    num_expert = sum(weight.numel for weight in experts)
-    num_plain = sum(weight.numel for weight in inner) - num_expert
-    active = sum(weight.numel * weight.active_share for weight in inner)
+    whole = _Elements.of(family.build(config, Par(Placement()), ops))
+    rank = whole
+    if placement.num_ranks > 1:
+        rank = _Elements.of(family.build(config, Par(placement), ops))
     weight_bytes = DTYPE_BYTES[dtype] * weight_scale
+    if rank_weight_bytes is not None:
+        weight_bytes = rank_weight_bytes / rank.stored
     prompt_pair_flops = 2.0 * config.mha_row_width * config.num_layers
     absorbed_width = _absorbed_width(config)
     return StepCosts(
-        token_flops=2.0 * active,
-        sampled_flops=2.0 * head,
+        token_flops=2.0 * whole.active,
+        sampled_flops=2.0 * whole.head,
         prompt_pair_flops=prompt_pair_flops,
         decode_pair_flops=(
             2.0 * config.num_heads * absorbed_width * config.num_layers
             if absorbed_width is not None
             else prompt_pair_flops
         ),
-        fixed_bytes=(num_plain + head) * weight_bytes,
-        expert_bytes=num_expert * weight_bytes,
-        active_experts=experts[0].active_share if experts else 1.0,
-        kv_token_bytes=layout.token_bytes,
+        fixed_bytes=(rank.plain + rank.head) * placement.num_ranks * weight_bytes,
+        expert_bytes=rank.expert * placement.num_ranks * weight_bytes,
+        active_experts=whole.expert_share,
+        kv_token_bytes=layout.token_bytes * placement.tensor,
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Elements:
+    """Elements of a rank's weights: of layers besides routed experts, of those, of the head; those
+    that a token multiplies in layers; and all that are stored."""
+
+    plain: int
+    expert: int
+    head: int
+    active: float
+    expert_share: float  # of the routed experts, that a token uses
+    stored: int
+
+    @staticmethod
+    def of(model: object) -> "_Elements":
+        assert isinstance(model, Block), f"{type(model)} has no weights"
+        held = list(model.named_weights())
+        inner = [weight for name, weight in held if not name.startswith(("embed.", "head."))]
+        experts = [weight for weight in inner if weight.kind in _EXPERTS]
+        num_expert = sum(weight.numel for weight in experts)
+        return _Elements(
+            plain=sum(weight.numel for weight in inner) - num_expert,
+            expert=num_expert,
+            head=sum(weight.numel for name, weight in held if name.startswith("head.")),
+            active=sum(weight.numel * weight.active_share for weight in inner),
+            expert_share=experts[0].active_share if experts else 1.0,
+            stored=sum(weight.numel for _, weight in held if weight.tied is None),
+        )
 
 
 def _absorbed_width(config: Any) -> int | None:

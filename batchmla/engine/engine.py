@@ -18,7 +18,9 @@ import torch
 from batchmla import kernels
 from batchmla.core import Completion, EngineOptions, EngineStats, Prompt, PromptSource
 from batchmla.engine.build import RankPlan, build_forward
-from batchmla.engine.config import EngineConfig, LayoutOf, draft, resolve
+from batchmla.engine.candidates import settle_parallel
+from batchmla.engine.config import EngineConfig, resolve
+from batchmla.engine.drafts import draft_placed, engine_facts
 from batchmla.engine.forward import Forward, StepOutOfMemory
 from batchmla.engine.group import Chunk, Limits
 from batchmla.engine.hardware import Hardware, detect
@@ -28,22 +30,11 @@ from batchmla.engine.runner import Followers, Runner
 from batchmla.engine.sampler import Draw, Sampler
 from batchmla.engine.scheduler import Scheduler
 from batchmla.engine.sequence import Sequence, failed
-from batchmla.engine.settle import (
-    settle_backend,
-    settle_dtype,
-    settle_exact,
-    settle_placement,
-    settle_quantised,
-)
 from batchmla.errors import JobError
 from batchmla.kernels.ops import SampleOp
-from batchmla.kv.layout import DTYPE_BYTES, KVLayout
+from batchmla.kv.layout import KVLayout
 from batchmla.kv.pages import PageTable
-from batchmla.models import get_family
-from batchmla.models.base import ModelConfig
-from batchmla.models.load import count_model
 from batchmla.parallel import Par
-from batchmla.placement import Placement
 from batchmla.weights.folder import find_model, refuse_pointer
 
 logger = logging.getLogger(__name__)
@@ -249,7 +240,7 @@ def plan_engine(
     raw_config: Mapping[str, Any], options: EngineOptions, hardware: Hardware
 ) -> EngineConfig:
     """The engine of a parsed `config.json`, fitting or not; no weights, nothing allocated."""
-    return draft(*_facts(raw_config, options, hardware))
+    return draft_placed(raw_config, settle_parallel(raw_config, options, hardware), hardware)
 
 
 def load_engine(options: EngineOptions, *, vocab_limit: int | None = None) -> EngineCore:
@@ -260,7 +251,9 @@ def load_engine(options: EngineOptions, *, vocab_limit: int | None = None) -> En
     """
     folder = find_model(options.model)
     raw_config = read_config(folder)
-    facts = _facts(raw_config, options, detect(options.device))
+    hardware = detect(options.device)
+    options = settle_parallel(raw_config, options, hardware)
+    facts = engine_facts(raw_config, options, hardware)
     config = resolve(*facts)
     for note in config.notes:
         logger.info("%s", note)
@@ -310,27 +303,3 @@ def read_config(folder: Path) -> dict[str, Any]:
     if not isinstance(raw, dict):
         raise JobError(f"{path} holds no JSON object; copy it again from the model")
     return raw
-
-
-def _facts(
-    raw_config: Mapping[str, Any], options: EngineOptions, hardware: Hardware
-) -> tuple[EngineOptions, ModelConfig, LayoutOf, Hardware, int]:
-    """What `draft` and `resolve` take."""
-    family = get_family(raw_config)
-    config: ModelConfig = family.Config.from_hf(raw_config)
-
-    def layout_of(kv_dtype: str, placement: Placement, page_tokens: int) -> KVLayout:
-        formats = getattr(family, "KV_FORMATS", ())
-        if kv_dtype not in DTYPE_BYTES and kv_dtype not in formats:
-            raise JobError(
-                f"model.kv_cache_dtype {kv_dtype} is not built yet for "
-                f"{raw_config['architectures'][0]}; leave it at auto"
-            )
-        return family.layout(config, kv_dtype, placement, page_tokens)
-
-    placement = settle_placement(options, hardware)
-    dtype = getattr(torch, settle_dtype(options, config, hardware))
-    ops = kernels.load(settle_backend(options, hardware), exact=settle_exact(options, hardware))
-    keeps = settle_quantised(options, config)
-    count = count_model(raw_config, placement, ops, dtype, keeps_quantised=keeps)
-    return options, config, layout_of, hardware, count.weights_bytes

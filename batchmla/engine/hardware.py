@@ -17,9 +17,9 @@ GIB = 2**30
 class Hardware:
     """`count` equal devices. `memory_bytes` is one device's; of it `free_bytes` are not in use now.
 
-    Rates are per device and second, at best, None where they have to be measured. `has_fast_bf16`:
-    bf16 products run in hardware. `is_local`: this machine, as opposed to one that is only planned
-    for.
+    Rates are per device and second, at best, None where they have to be measured; that of the links
+    to the other devices counts one direction. `has_fast_bf16`: bf16 products run in hardware.
+    `is_local`: this machine, as opposed to one that is only planned for.
     """
 
     name: str
@@ -29,6 +29,7 @@ class Hardware:
     count: int = 1
     bandwidth_bytes_per_s: float | None = None
     bf16_flops_per_s: float | None = None
+    link_bytes_per_s: float | None = None
     has_fast_bf16: bool = True
     cores: int | None = None
     is_local: bool = True
@@ -44,7 +45,9 @@ class Hardware:
         )
 
 
-def _preset(name: str, memory_gib: float, terabytes_per_s: float, teraflops: float) -> Hardware:
+def _preset(
+    name: str, memory_gib: float, terabytes_per_s: float, teraflops: float, link_gigabytes: float
+) -> Hardware:
     memory_bytes = int(memory_gib * GIB)
     return Hardware(
         name=name,
@@ -53,20 +56,22 @@ def _preset(name: str, memory_gib: float, terabytes_per_s: float, teraflops: flo
         free_bytes=memory_bytes,
         bandwidth_bytes_per_s=terabytes_per_s * 1e12,
         bf16_flops_per_s=teraflops * 1e12,
+        link_bytes_per_s=link_gigabytes * 1e9,
         is_local=False,
     )
 
 
-# Memory as the driver reports it; bandwidth and dense bf16 rate from the vendors' data sheets.
+# Memory as the driver reports it; bandwidth, dense bf16 rate and links (half of what is quoted for
+# both directions: NVLink, of L40S PCIe, of MI300X Infinity Fabric) from the vendors' data sheets.
 PRESETS = {
     preset.name: preset
     for preset in (
-        _preset("A100", 79.2, 2.039, 312),
-        _preset("H100", 79.2, 3.35, 989),
-        _preset("H200", 139.8, 4.8, 989),
-        _preset("B200", 178.4, 8.0, 2250),
-        _preset("L40S", 44.5, 0.864, 362),
-        _preset("MI300X", 191.5, 5.3, 1307),
+        _preset("A100", 79.2, 2.039, 312, 300),
+        _preset("H100", 79.2, 3.35, 989, 450),
+        _preset("H200", 139.8, 4.8, 989, 450),
+        _preset("B200", 178.4, 8.0, 2250, 900),
+        _preset("L40S", 44.5, 0.864, 362, 32),
+        _preset("MI300X", 191.5, 5.3, 1307, 448),
     )
 }
 
@@ -80,16 +85,7 @@ def parse_hardware(text: str) -> Hardware:
             f"unknown hardware {text!r}; write NAME or COUNTxNAME with one of {', '.join(PRESETS)}"
         )
     count = int(found[1] or 1)
-    return Hardware(
-        name=preset.name,
-        kind=preset.kind,
-        memory_bytes=preset.memory_bytes,
-        free_bytes=preset.free_bytes,
-        count=count,
-        bandwidth_bytes_per_s=preset.bandwidth_bytes_per_s,
-        bf16_flops_per_s=preset.bf16_flops_per_s,
-        is_local=False,
-    )
+    return replace(preset, count=count)
 
 
 def detect(device: Literal["auto", "cuda", "cpu"]) -> Hardware:
@@ -117,6 +113,7 @@ def detect_cuda(index: int = 0) -> Hardware:
         count=torch.cuda.device_count(),
         bandwidth_bytes_per_s=known.bandwidth_bytes_per_s if known else None,
         bf16_flops_per_s=known.bf16_flops_per_s if known else None,
+        link_bytes_per_s=known.link_bytes_per_s if known else None,
         has_fast_bf16=torch.cuda.is_bf16_supported(including_emulation=False),
     )
 

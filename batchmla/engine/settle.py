@@ -48,16 +48,22 @@ def settle_exact(options: EngineOptions, hardware: Hardware) -> bool:
 
 
 def settle_placement(options: EngineOptions, hardware: Hardware) -> Placement:
-    """What the job asks for, or all devices of a machine that is only planned for."""
-    tensor = options.tensor_parallel
-    if tensor == 1 and not hardware.is_local:
-        tensor = hardware.count
-    if hardware.kind == "cuda" and tensor > hardware.count:
+    """What the job asks for; "auto" is settled before, by `candidates.settle_parallel`."""
+    placement = Placement(
+        tensor=options.tensor_parallel,
+        expert=options.expert_parallel,
+        attention_data=options.attention_data,
+    )
+    if hardware.kind == "cuda" and placement.num_ranks > hardware.count:
+        if placement.attention_data == 1:
+            asked = f"model.parallel.tensor is {placement.tensor}"
+        else:
+            asked = f"model.parallel asks for {placement.num_ranks} ranks"
         raise DeviceError(
-            f"model.parallel.tensor is {tensor}, but there {_are(hardware.count)} here; lower it "
-            "or run on a machine with more"
+            f"{asked}, but there {_are(hardware.count)} here; lower it or run on a machine with "
+            "more"
         )
-    return Placement(tensor=tensor)
+    return placement
 
 
 def _are(count: int) -> str:

@@ -12,11 +12,13 @@ class Workspace:
     The widths that matter follow the row width w = heads * (key + value dim) of plain MHA: a
     token's live activations (residual, q, attention output, MLP or expert rows) are taken as 6 w
     elements; one chunk's attention, or that of several with up to MAX_CHUNK_KEYS keys, as its
-    expanded and padded keys and values, 2 w elements a token of context, plus a mask of chunk times
-    context; the logits as four float32 copies for every sequence. Decoding gathers one layer's rows
-    of all sequences: up to 1 / num_layers of the pool, `gather_share`; exact mode pads each
-    sequence's by up to half. Rows kept as records are then decoded into `decoded_share` times
-    their bytes.
+    expanded and padded keys and values, 2 w elements a token of context and at most
+    `max_expanded_bytes`, plus a mask of chunk times context; the logits as four float32 copies for
+    every sequence. Decoding gathers one layer's rows of all sequences: up to 1 / num_layers of the
+    pool, `gather_share`; exact mode pads each sequence's by up to half. Rows kept as records are
+    then decoded into `decoded_share` times their bytes. Where several attention groups share
+    experts, a token's `chosen_width` (experts times model width, once for each choice) comes in,
+    goes out and is added up in float32.
     """
 
     row_width: int
@@ -27,15 +29,21 @@ class Workspace:
     max_batched_tokens: int
     is_exact: bool = False
     decoded_share: float = 0.0
+    chosen_width: int = 0
+    max_expanded_bytes: int | None = None
 
     def fixed_bytes(self, max_model_len: int) -> int:
         """The part that does not grow with the pool."""
         chunk_tokens = min(self.max_batched_tokens, max_model_len)
         activations = self.max_batched_tokens * 6 * self.row_width * self.dtype_bytes
         num_keys = max(max_model_len, min(MAX_CHUNK_KEYS, self.max_num_seqs * max_model_len))
-        attention = num_keys * (2 * self.row_width + chunk_tokens) * self.dtype_bytes
+        expanded = num_keys * 2 * self.row_width * self.dtype_bytes
+        if self.max_expanded_bytes is not None:
+            expanded = min(expanded, self.max_expanded_bytes)
+        attention = expanded + num_keys * chunk_tokens * self.dtype_bytes
         logits = 4 * self.max_num_seqs * self.vocab_size * 4
-        return activations + attention + logits
+        exchanged = self.max_batched_tokens * self.chosen_width * (2 * self.dtype_bytes + 4)
+        return activations + attention + logits + exchanged
 
     @property
     def gather_share(self) -> float:

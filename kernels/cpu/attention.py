@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from batchmla.kernels.cpu.cached import CachedRows
+from batchmla.kernels.cpu.head_blocks import MAX_EXPANDED_BYTES, split_heads
 from batchmla.kernels.cpu.linear import one_linear
 from batchmla.kernels.cpu.norm import norm, rope
 from batchmla.kernels.cpu.scratch import Scratch
@@ -182,11 +183,15 @@ def from_latent(z_HNC: torch.Tensor, up_HXC: torch.Tensor, dims: MlaDims) -> tor
 
 @dataclass(frozen=True, slots=True)
 class LatentProducts:
-    """The products with kv_b: of latent rows, and per head of queries and of results."""
+    """The products with kv_b: of latent rows, and per head of queries and of results.
+
+    `max_expanded_bytes` bounds the keys and values of latent rows, down to one head at a time; None
+    where the heads' products must not be cut."""
 
     expand: Callable[[torch.Tensor, Packed], torch.Tensor] = lambda x, kv_b: one_linear(x, kv_b, 0)
     to_latent: Callable[[torch.Tensor, torch.Tensor, MlaDims], torch.Tensor] = to_latent
     from_latent: Callable[[torch.Tensor, torch.Tensor, MlaDims], torch.Tensor] = from_latent
+    max_expanded_bytes: int | None = MAX_EXPANDED_BYTES
 
 
 class Attention:
@@ -304,7 +309,26 @@ class Attention:
         groups: Groups,
         dims: MlaDims,
     ) -> torch.Tensor:
-        """Keys and values of every head are made from the latent rows, used once and dropped."""
+        """Keys and values are made from the latent rows, used once and dropped: those of all heads
+        together, or of as many as may be."""
+        most_bytes = self._products.max_expanded_bytes
+        if most_bytes is None:
+            return self._expanded_at_once(q_NHD, cached, kv_b, groups, dims)
+        parts = split_heads(q_NHD, kv_b, groups, dims, most_bytes)
+        outs = [
+            self._expanded_at_once(q, cached, weight, groups, some) for q, weight, some in parts
+        ]
+        return outs[0] if len(outs) == 1 else torch.cat(outs, dim=1)
+
+    def _expanded_at_once(
+        self,
+        q_NHD: torch.Tensor,
+        cached: CachedRows,
+        kv_b: Packed,
+        groups: Groups,
+        dims: MlaDims,
+    ) -> torch.Tensor:
+        """Keys and values of all these heads."""
 
         shared = _SharedKeys(cached.page_tokens)
 

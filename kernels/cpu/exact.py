@@ -165,6 +165,7 @@ class ExactProducts:
             expand=lambda latent_NC, kv_b: self.linear(latent_NC, kv_b, None),
             to_latent=self._to_latent,
             from_latent=self._from_latent,
+            max_expanded_bytes=None,
         )
 
     def _to_latent(self, q_HNX: torch.Tensor, up_HXC: torch.Tensor, dims: MlaDims) -> torch.Tensor:

@@ -175,7 +175,7 @@ def test_r1_is_planned_from_its_config_alone() -> None:
     assert one.layout.token_bytes == 70_272
     assert one.layout.bytes_for(32_768) == 2_302_672_896
     assert one.misfit is not None and one.memory.weights_bytes > 1.2e12
-    sixteen = plan_engine(R1, OPTIONS, parse_hardware("16xH200"))
+    sixteen = plan_engine(R1, replace(OPTIONS, tensor_parallel=16), parse_hardware("16xH200"))
     assert sixteen.placement.tensor == 16 and sixteen.misfit is None
     assert sixteen.memory.weights_bytes == pytest.approx(one.memory.weights_bytes / 16, rel=0.05)
     assert sixteen.layout.token_bytes == 70_272, "latents are on every device"

@@ -37,6 +37,7 @@ def job_on(
     device: str = "cpu",
     max_model_len: int | str = "auto",
     dtype: str = "auto",
+    tensor: int = 1,
     **sections: Any,
 ) -> LoadedSpec:
     """A job over a small Parquet file."""
@@ -49,6 +50,7 @@ def job_on(
                 "device": device,
                 "max_model_len": max_model_len,
                 "dtype": dtype,
+                "parallel": {"tensor": tensor},
             },
             "input": {"path": str(source)},
             "prompt": {"user": "{{ text }}"},
@@ -107,7 +109,7 @@ def test_what_a_folder_without_a_tokenizer_cannot_tell_is_null_with_a_note(r1: L
 
 
 def test_r1_fits_two_nodes_of_h200(r1_folder: str, tmp_path: Path) -> None:
-    plan = plan_job(job_on(r1_folder, tmp_path, ["a"], device="auto"), "16xH200")
+    plan = plan_job(job_on(r1_folder, tmp_path, ["a"], device="auto", tensor=16), "16xH200")
     assert plan.fits and plan.misfit is None and "H200" in plan.hardware
     assert plan.kv_bytes_per_token == 70_272
     assert 671e9 / 16 < plan.weights_bytes < 1.15 * 671e9 / 16
@@ -118,14 +120,14 @@ def test_r1_fits_two_nodes_of_h200(r1_folder: str, tmp_path: Path) -> None:
 
 
 def test_a_dtype_by_name_expands_quantised_weights(r1_folder: str, tmp_path: Path) -> None:
-    loaded = job_on(r1_folder, tmp_path, ["a"], device="auto", dtype="bfloat16")
+    loaded = job_on(r1_folder, tmp_path, ["a"], device="auto", dtype="bfloat16", tensor=16)
     plan = plan_job(loaded, "16xH200")
     assert 671e9 * 2 / 16 < plan.weights_bytes < 1.15 * 671e9 * 2 / 16
     assert any("in fp8 and expanded to bfloat16" in note for note in plan.notes)
 
 
 def test_a_rank_whose_columns_end_inside_a_block_is_refused(r1_folder: str, tmp_path: Path) -> None:
-    loaded = job_on(r1_folder, tmp_path, ["a"], device="auto")
+    loaded = job_on(r1_folder, tmp_path, ["a"], device="auto", tensor=32)
     with pytest.raises(JobError, match=r"576 of the 18432 columns .* share a scale; choose"):
         plan_job(loaded, "32xH200")
 
