@@ -1,13 +1,16 @@
 """The tensors behind a `KVLayout`."""
 
-import numpy as np
+import math
+import mmap
+from contextlib import suppress
+
 import torch
 
 from batchmla.kv.layout import KVLayout, KVPart
 
 LayerCache = dict[str, torch.Tensor]
 
-ALIGNMENT_BYTES = 64
+HUGE_PAGE_BYTES = 2 << 20
 
 
 def make_cache(
@@ -38,8 +41,19 @@ def _zeros(part: KVPart, shape: tuple[int, int, int], device: torch.device) -> t
     dtype = getattr(torch, part.dtype)
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    # numpy takes zeroed memory from the system page by page as it is touched: no slow start.
-    num_bytes = shape[0] * shape[1] * part.row_bytes
-    buffer = np.zeros(num_bytes + ALIGNMENT_BYTES, np.uint8)
-    start = -buffer.ctypes.data % ALIGNMENT_BYTES
-    return torch.from_numpy(buffer[start : start + num_bytes]).view(dtype).view(shape)
+    return _fresh_memory(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
+
+
+def _fresh_memory(num_bytes: int) -> torch.Tensor:
+    """Zeroed bytes on the host, which the system gives as they are touched: no slow start.
+
+    In large pages where it has them: rows are written at random places, and each page of 4 KiB
+    that is touched for the first time, or again after long, costs more than the row.
+    """
+    area = mmap.mmap(-1, num_bytes + HUGE_PAGE_BYTES)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):  # a system without them
+            area.madvise(mmap.MADV_HUGEPAGE)
+    buffer = torch.frombuffer(area, dtype=torch.uint8)
+    start = -buffer.data_ptr() % HUGE_PAGE_BYTES
+    return buffer[start : start + num_bytes]

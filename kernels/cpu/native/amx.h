@@ -108,9 +108,9 @@ static inline void store_pair(float *sums, int has_second) {
 }
 
 /* Threads that pay for so much work: every further one costs a meeting, and on a busy machine the
- * wait for one that another process has put aside. About 100 us of one core's work. */
+ * wait for one that another process has put aside. About 25 us of one core's work. */
 static inline int useful_threads(long flops, long bytes, int threads) {
-    return flops > 60000000 || bytes > 1000000 ? threads : 1;
+    return flops > 15000000 || bytes > 250000 ? threads : 1;
 }
 
 /* Up to 16 values in float32, 0 where `mask` has none. */

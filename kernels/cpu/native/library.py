@@ -15,7 +15,18 @@ from pathlib import Path
 
 logger = logging.getLogger(__name__)
 
-SOURCES = ("amx.h", "softmax.h", "paged.h", "codes.h", "gemm.c", "attention.c", "rows.c", "route.c", "select.c", "delta.c")
+SOURCES = (
+    "amx.h",
+    "softmax.h",
+    "paged.h",
+    "codes.h",
+    "gemm.c",
+    "attention.c",
+    "rows.c",
+    "route.c",
+    "select.c",
+    "delta.c",
+)
 NEEDED = frozenset(
     {
         "amx_tile",

@@ -11,22 +11,34 @@ typedef struct {
     float scale;
 } Router;
 
-enum { TOKENS = 4 };
+enum { TOKENS = 8 };
 
-/* logits[n][E] of up to 4 tokens, in float32. */
+/* logits[n][E] of up to 8 tokens, in float32; `wide` holds 8 rows of x. The last token stands in for
+ * those that are not there, so that all sums stay in registers. */
 static void score(const bf16 *x, long tokens, long width, const float *weight, long experts,
-                  float *logits) {
+                  float *wide, float *logits) {
+    for (long n = 0; n < TOKENS; n++) {
+        const bf16 *row = x + (n < tokens ? n : tokens - 1) * width;
+        for (long at = 0; at < width; at += TILE) {
+            __mmask16 mask = first(width - at);
+            _mm512_mask_storeu_ps(wide + n * width + at, mask, wide_some(row + at, mask));
+        }
+    }
     for (long expert = 0; expert < experts; expert++) {
         __m512 sums[TOKENS];
+#pragma GCC unroll 8
         for (long n = 0; n < TOKENS; n++) sums[n] = _mm512_setzero_ps();
         for (long at = 0; at < width; at += TILE) {
             __mmask16 mask = first(width - at);
             __m512 w = _mm512_maskz_loadu_ps(mask, weight + expert * width + at);
-            for (long n = 0; n < tokens; n++)
-                sums[n] = _mm512_fmadd_ps(wide_some(x + n * width + at, mask), w, sums[n]);
+#pragma GCC unroll 8
+            for (long n = 0; n < TOKENS; n++)
+                sums[n] = _mm512_fmadd_ps(_mm512_maskz_loadu_ps(mask, wide + n * width + at), w,
+                                          sums[n]);
         }
-        for (long n = 0; n < tokens; n++)
-            logits[n * experts + expert] = _mm512_reduce_add_ps(sums[n]);
+#pragma GCC unroll 8
+        for (long n = 0; n < TOKENS; n++)
+            if (n < tokens) logits[n * experts + expert] = _mm512_reduce_add_ps(sums[n]);
     }
 }
 
@@ -108,15 +120,16 @@ static void choose(const Router *router, const float *scores, const float *bias,
 /* weights[T, A], ids[T, A]; 0, or 1 without memory. */
 int bmla_route(const Router *router, const bf16 *x, long tokens, long width, const float *weight,
                const float *bias, float *weights, int64_t *ids, int threads) {
-    const long experts = router->experts, values = experts * (TOKENS + 3);
-    threads = useful_threads(8 * tokens * experts * width, 0, threads);
+    const long experts = router->experts, values = experts * (TOKENS + 3) + TOKENS * width;
+    threads = useful_threads(16 * tokens * experts * width, 0, threads);
     float *memory = malloc(sizeof(float) * (size_t)(values * threads));
     if (!memory) return 1;
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (long start = 0; start < tokens; start += TOKENS) {
         float *scores = memory + values * omp_get_thread_num(), *room = scores + experts * TOKENS;
+        float *wide = room + 3 * experts;
         long some = tokens - start < TOKENS ? tokens - start : TOKENS;
-        score(x + start * width, some, width, weight, experts, scores);
+        score(x + start * width, some, width, weight, experts, wide, scores);
         for (long n = 0; n < some; n++) {
             to_scores(scores + n * experts, experts, router->is_softmax);
             choose(router, scores + n * experts, bias, room, weights + (start + n) * router->active,

@@ -4,6 +4,8 @@
 
 #include "amx.h"
 
+enum { ROWS_AHEAD = 3 };
+
 static float square_sum(const bf16 *x, const bf16 *y, long width, bf16 *total) {
     __m512 sum = _mm512_setzero_ps();
     for (long at = 0; at < width; at += TILE) {
@@ -47,16 +49,31 @@ void bmla_norm(const bf16 *x, long x_stride, const bf16 *y, bf16 *total, const b
 static void rotate(const bf16 *x, bf16 *out, const float *cos, const float *sin, long width,
                    int is_halves) {
     const long half = width / 2;
-    for (long i = 0; i < half; i++) {
-        long one = is_halves ? i : 2 * i, two = is_halves ? i + half : 2 * i + 1;
-        uint32_t bits[2] = {(uint32_t)x[one] << 16, (uint32_t)x[two] << 16};
-        float a, b;
-        memcpy(&a, &bits[0], 4);
-        memcpy(&b, &bits[1], 4);
-        __m128 turned = _mm_set_ps(0, 0, fmaf(b, cos[i], a * sin[i]), fmaf(a, cos[i], -(b * sin[i])));
-        uint64_t narrowed = (uint64_t)_mm_cvtsi128_si64((__m128i)_mm_cvtneps_pbh(turned));
-        out[one] = (bf16)narrowed;
-        out[two] = (bf16)(narrowed >> 16);
+    const __m512i order = _mm512_set_epi16(
+        31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8,
+        23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+    for (long i = 0; i < half; i += TILE) {
+        const __mmask16 mask = first(half - i);
+        const __m512 c = _mm512_maskz_loadu_ps(mask, cos + i);
+        const __m512 s = _mm512_maskz_loadu_ps(mask, sin + i);
+        __m512 a, b;
+        if (is_halves) {
+            a = wide_some(x + i, mask);
+            b = wide_some(x + half + i, mask);
+        } else {
+            __m512i pairs = _mm512_maskz_loadu_epi32(mask, x + 2 * i);
+            a = _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16));
+            b = _mm512_castsi512_ps(_mm512_and_si512(pairs, _mm512_set1_epi32((int)0xffff0000)));
+        }
+        const __m512 turned_a = _mm512_fmsub_ps(a, c, _mm512_mul_ps(b, s));
+        const __m512 turned_b = _mm512_fmadd_ps(b, c, _mm512_mul_ps(a, s));
+        if (is_halves) {
+            _mm256_mask_storeu_epi16(out + i, mask, narrow(turned_a));
+            _mm256_mask_storeu_epi16(out + half + i, mask, narrow(turned_b));
+        } else {
+            __m512i both = (__m512i)_mm512_cvtne2ps_pbh(turned_b, turned_a);
+            _mm512_mask_storeu_epi32(out + 2 * i, mask, _mm512_permutexvar_epi16(order, both));
+        }
     }
 }
 
@@ -81,6 +98,9 @@ void bmla_write_latent(bf16 *cache, const int64_t *slots, const bf16 *x, long x_
     for (long row = 0; row < rows; row++) {
         const bf16 *source = x + row * x_stride;
         bf16 *target = cache + slots[row] * (latent + width);
+        if (row + ROWS_AHEAD < rows)
+            for (long at = 0; at < latent + width; at += DEPTH)
+                __builtin_prefetch(cache + slots[row + ROWS_AHEAD] * (latent + width) + at, 1);
         float scale = 1.0f / sqrtf(square_sum(source, 0, latent, 0) / (float)latent + eps);
         scale_row(source, weight, latent, scale, target);
         rotate(source + latent, target + latent, cos + row * width / 2, sin + row * width / 2,
