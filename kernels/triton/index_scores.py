@@ -14,6 +14,7 @@ import triton.language as tl
 
 from batchmla.kernels.sparse_ops import Record
 from batchmla.kernels.triton.aot import AotCase
+from batchmla.kernels.triton.quant import decode_e4m3
 
 KEYS = 128  # of a program
 SHARED_ROWS = 64  # of a program whose rows read the same pages
@@ -25,10 +26,7 @@ LEAST_DOT = 16  # on every axis of a product
 def plain_e4m3(codes, dtype: tl.constexpr):
     """e4m3 in a wider dtype, exact; bytes where the device has no such type."""
     if codes.dtype == tl.uint8:
-        bits = codes.to(tl.int32)
-        wide = ((bits & 127) << 20) | ((bits & 128) << 24)
-        values = wide.to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2**120, of the biases
-        return tl.where((bits & 127) == 127, float("nan"), values).to(dtype)
+        codes = decode_e4m3(codes)
     return codes.to(dtype)
 
 

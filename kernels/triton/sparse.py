@@ -7,8 +7,10 @@ from collections.abc import Sequence
 
 import torch
 
+from batchmla.kernels.ops import MlaDims, Packed
 from batchmla.kernels.sparse_ops import IndexGroup, Record
 from batchmla.kernels.triton.index_scores import IndexKeys, index_scores
+from batchmla.kernels.triton.sparse_mla import LatentRows, attend_slots
 from batchmla.kernels.triton.topk import choose
 
 SCORE_BYTES = 2**28
@@ -35,6 +37,26 @@ def select_keys(
             index_scores(q_NID[rows], weights_NI[rows], keys, pages_GP, visible_R, scores_RL)
             choose(scores_RL, visible_R, slots_NK[rows], pages_GP=pages_GP, page_tokens=page_tokens)
     return slots_NK
+
+
+def sparse_mla(
+    q_NHD: torch.Tensor,
+    cache_PBX: torch.Tensor,
+    slots_NK: torch.Tensor,
+    kv_b: Packed,
+    dims: MlaDims,
+    record: Record | None,
+) -> torch.Tensor:
+    """See `SparseMlaOp`; the products with kv_b are torch's."""
+    assert kv_b.plain is not None, "a latent weight without its plain form"
+    up_HXC = kv_b.plain.view(dims.heads, dims.nope + dims.value, dims.latent)
+    q_HNC = torch.bmm(q_NHD[..., : dims.nope].transpose(0, 1), up_HXC[:, : dims.nope])
+    z_HNC = attend_slots(
+        q_HNC.transpose(0, 1), q_NHD[..., dims.nope :], LatentRows.of(cache_PBX, record),
+        slots_NK.contiguous(), dims.scale,
+    )  # fmt: skip
+    out_HNW = torch.bmm(z_HNC, up_HXC[:, dims.nope :].transpose(1, 2))
+    return out_HNW.transpose(0, 1).flatten(1)
 
 
 def blocks_of_rows(group: IndexGroup, row_scores: int) -> list[tuple[slice, slice]]:
