@@ -1,7 +1,9 @@
 """Which rows of a step are attended together, and to which pages. Shapes: see
 `batchmla.kernels.ops`."""
 
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -54,6 +56,23 @@ class Group:
 HostInts = npt.NDArray[np.int64]
 
 
+class Kept:
+    """What a back end makes once a step, such as tables on its device, and every layer reads."""
+
+    def __init__(self) -> None:
+        self._made: dict[Hashable, Any] = {}
+
+    def get(self, key: Hashable, make: Callable[[], Any]) -> Any:
+        """What `make` made when `key` was first asked for."""
+        if key not in self._made:
+            self._made[key] = make()
+        return self._made[key]
+
+    def put(self, key: Hashable, made: Any) -> None:
+        """In the place of what would be made."""
+        self._made[key] = made
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spans:
     """G sequences as they lie in the cache, for a back end that reads pages by itself.
@@ -71,6 +90,7 @@ class Spans:
     pages_GP: HostInts
     page_tokens: int
     pages_U: torch.Tensor | None = None
+    kept: Kept = field(default_factory=Kept, init=False, repr=False, compare=False)
 
     @property
     def num_rows(self) -> int:

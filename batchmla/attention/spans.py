@@ -64,13 +64,13 @@ def read_in_place(step: Step, runs: Runs) -> Groups:
     """Keys as they lie in the cache."""
     if not len(runs.sequence_G):
         return Groups(members=())
-    pages_SP = np.ascontiguousarray(step.pages_SP.numpy())
+    pages_SP = np.ascontiguousarray(step.page_ids_SP)
     return Groups(members=(), spans=(_spans(step, runs, runs.sequence_G, pages_SP, None),))
 
 
 def expanded_first(step: Step, runs: Runs) -> Groups:
     """Keys that are expanded page by page, of few sequences at a time; shared pages go together."""
-    pages_SP = step.pages_SP.numpy()
+    pages_SP = step.page_ids_SP
     order_G = np.argsort(pages_SP[runs.sequence_G, 0], kind="stable")
     runs = runs.take(order_G)
     spans = []

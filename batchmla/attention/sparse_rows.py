@@ -53,6 +53,7 @@ def early_part(step: Step, border: int) -> tuple[Step | None, torch.Tensor | Non
         host_starts_S1=np.concatenate(([0], np.cumsum(counts))),
         host_context_S=np.minimum(step.host_context_S[some], border),
         host_prompt_S=step.host_prompt_S[some],
+        host_pages_SP=None if step.host_pages_SP is None else step.host_pages_SP[some],
     )
     return part, rows_T
 

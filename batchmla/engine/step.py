@@ -46,6 +46,7 @@ class StepTables:
             host_prompt_S=self.prompt_S,
             lanes_S=put(self.lanes_S),
             is_exact=is_exact,
+            host_pages_SP=self.pages_SP,
         )
 
 

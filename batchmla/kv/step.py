@@ -31,7 +31,13 @@ class Step:
     host_prompt_S: HostInts  # prompt length of each sequence; positions beyond it were generated
     lanes_S: torch.Tensor | None = None  # int64: where a sequence's windows and states are kept
     is_exact: bool = False  # attention is planned by position alone, not by what is cheapest
+    host_pages_SP: HostInts | None = None
 
     @property
     def num_sequences(self) -> int:
         return len(self.host_context_S)
+
+    @property
+    def page_ids_SP(self) -> HostInts:
+        """`pages_SP` on the host; without `host_pages_SP` it is fetched."""
+        return self.pages_SP.cpu().numpy() if self.host_pages_SP is None else self.host_pages_SP
