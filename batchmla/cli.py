@@ -92,6 +92,9 @@ def plan(
     hardware: Annotated[
         str | None, typer.Option(metavar="8xH200", help="Plan for another machine.")
     ] = None,
+    calibrate: Annotated[
+        bool, typer.Option(help="Load the model and time some of its steps, for 20 seconds.")
+    ] = False,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
@@ -101,7 +104,7 @@ def plan(
         from batchmla.jobs.plan_view import print_plan
         from batchmla.jobs.spec import load_spec
 
-        made = plan_job(load_spec(job, overrides or []), hardware)
+        made = plan_job(load_spec(job, overrides or []), hardware, calibrates=calibrate)
         if as_json:
             print_json(made.to_json())
         else:

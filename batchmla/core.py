@@ -245,6 +245,21 @@ class Completion:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertLoad:
+    """How evenly tokens chose experts that are dealt to several holders.
+
+    `holder_tokens`: choices that fell on each holder's experts, over all layers.
+    `busiest_holder`: the most that one holder of a layer got over what each would get if all got
+    the same, the mean over layers: in each the others wait for it. `busiest_expert`: the same for a
+    single expert, of the layer where it is worst.
+    """
+
+    holder_tokens: tuple[int, ...]
+    busiest_holder: float
+    busiest_expert: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats:
     """A snapshot for progress lines and summaries; counts are totals since the engine started."""
 
@@ -261,6 +276,7 @@ class EngineStats:
     step_downs: int = 0  # steps that ran out of memory and were made smaller
     peak_bytes: int = 0  # memory taken at most since before the weights were loaded; 0: not known
     step_s: float = 0.0  # time inside forward passes and sampling
+    expert_load: ExpertLoad | None = None  # of experts dealt to several ranks, as last counted
 
 
 class PromptSource(Protocol):

@@ -5,6 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
+
 from batchmla.core import Prompt
 from batchmla.jobs.inspect import TOKENIZER_FILES
 from batchmla.jobs.local import local_seams, local_text
@@ -17,6 +20,17 @@ from batchmla.jobs.spec import JobSpec
 from batchmla.jobs.summary import read_summary
 
 COUNT_LIMIT_S = 60.0
+MOST_LENGTHS = 200_000  # rows whose lengths are kept
+
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lengths:
+    """Tokens of the first rows that can run, one entry a sample; outputs as they are expected."""
+
+    prompt_tokens_R: Ints
+    output_tokens_R: Ints
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +46,7 @@ class RowCounts:
     is_whole: bool
     shared_prefix_tokens: int | None = None  # at the start of every prompt that was counted
     reusable_tokens: int | None = None  # in whole pages, which an earlier prompt has too
+    lengths: Lengths | None = None
 
 
 def count_rows(
@@ -77,7 +92,10 @@ def count_rows(
         is_known = num_rows is not None and tally.samples > 0
         factor = num_rows / tally.samples if num_rows is not None and is_known else 1.0
     good_rows = round((tally.samples - tally.failing) * factor)
-    output_tokens, source = _expected_output(spec, good_rows, round(tally.most_output * factor))
+    mean = _last_mean(spec)
+    output_tokens, source = _expected_output(
+        spec, mean, good_rows, round(tally.most_output * factor)
+    )
     notes.append(source)
     return RowCounts(
         rows=num_rows,
@@ -89,6 +107,7 @@ def count_rows(
         is_whole=is_whole,
         shared_prefix_tokens=tally.prefix.common_tokens,
         reusable_tokens=round(tally.prefix.reusable_tokens * factor),
+        lengths=tally.lengths(mean),
     )
 
 
@@ -101,6 +120,8 @@ class _Tally:
         self.rows = self.samples = self.failing = self.too_long = 0
         self.prompt_tokens = self.longest = 0
         self.most_output = 0  # tokens that the rows could generate
+        self._prompts: list[int] = []
+        self._outputs: list[int] = []
 
     def add(self, prompts: Sequence[Prompt | str], counts: Sequence[int]) -> None:
         """A prompt, or the sentence why a row has none, and how many samples the row has."""
@@ -116,7 +137,18 @@ class _Tally:
                 self.prompt_tokens += count * length
                 self.prefix.add(prompt.token_ids, count)
                 self.longest = max(self.longest, length)
-                self.most_output += count * (room if most is None else min(most, room))
+                output = room if most is None else min(most, room)
+                self.most_output += count * output
+                if len(self._prompts) < MOST_LENGTHS:
+                    self._prompts += [length] * count
+                    self._outputs += [output] * count
+
+    def lengths(self, mean_output: float | None) -> Lengths:
+        """Of the rows kept; each generates what it may, or `mean_output` tokens if that is less."""
+        outputs_R = np.array(self._outputs, np.int64)
+        if mean_output is not None:
+            outputs_R = np.minimum(outputs_R, max(1, round(mean_output)))
+        return Lengths(prompt_tokens_R=np.array(self._prompts, np.int64), output_tokens_R=outputs_R)
 
 
 def _samples_note(given: int | ColumnRef) -> str:
@@ -125,11 +157,19 @@ def _samples_note(given: int | ColumnRef) -> str:
     return f"every row counts {given} times (sampling.n)"
 
 
-def _expected_output(spec: JobSpec, good_rows: int, most_output: int) -> tuple[int, str]:
-    """Tokens that the rows will generate, and where the figure comes from."""
+def _last_mean(spec: JobSpec) -> float | None:
+    """Tokens that this job's last run generated a row."""
     last = read_summary(place_of(spec.output.path))
-    if last is not None and last.rows_this_run and last.generated_tokens:
-        mean = last.generated_tokens / last.rows_this_run
+    if last is None or not last.rows_this_run or not last.generated_tokens:
+        return None
+    return last.generated_tokens / last.rows_this_run
+
+
+def _expected_output(
+    spec: JobSpec, mean: float | None, good_rows: int, most_output: int
+) -> tuple[int, str]:
+    """Tokens that the rows will generate, and where the figure comes from."""
+    if mean is not None:
         tokens = min(round(mean * good_rows), most_output)
         return tokens, f"{mean:.0f} output tokens a row, as in this job's last run"
     limit = "sampling.max_tokens is null, so each row may fill the context"

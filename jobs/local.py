@@ -8,10 +8,12 @@ from typing import Any
 
 from batchmla.core import Completion, FinishReason, Prompt
 from batchmla.engine.config import EngineConfig
+from batchmla.engine.drafts import engine_costs
 from batchmla.engine.engine import load_engine, plan_engine, read_config
 from batchmla.engine.hardware import Hardware, detect
 from batchmla.engine.numerics import describe_numerics
 from batchmla.errors import DeviceError, JobError
+from batchmla.jobs.learned import calibration_key, learned
 from batchmla.jobs.manifest import model_fingerprint
 from batchmla.jobs.options import engine_options
 from batchmla.jobs.prompt import PromptMaker
@@ -192,7 +194,13 @@ def local_engine(spec: JobSpec) -> LoadedEngine:
         raise DeviceError(config.misfit)
     vocab_limit = len(Tokenizer.load(folder))
     engine = load_engine(engine_options(spec, folder), vocab_limit=vocab_limit)
-    return LoadedEngine(engine=engine, effective=describe_engine(config))
+    key = calibration_key(spec.model.path, config, detect(spec.model.device).name)
+    costs = engine_costs(read_config(folder), config)
+    return LoadedEngine(
+        engine=engine,
+        effective=describe_engine(config),
+        learned=lambda engine_s: learned(engine, key, costs, engine_s),
+    )
 
 
 def describe_engine(config: EngineConfig) -> dict[str, Any]:

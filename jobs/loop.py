@@ -63,6 +63,7 @@ class Loop:
         self.finished = 0  # rows of this run
         self.stats = EngineStats()
         self.effective: Mapping[str, Any] = {}
+        self.calibration: Mapping[str, Any] = {}
         self.phase = "reading"
         self.last_error: str | None = None
         self._rows = rows
@@ -147,6 +148,7 @@ class Loop:
         finally:
             self.engine_s = time.monotonic() - started_s
             self.stats = engine.stats()
+            self.calibration = loaded.learned(self.engine_s)
             self._engine, self.phase = None, "writing"
             close = getattr(completions, "close", None)
             if close is not None:

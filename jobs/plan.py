@@ -3,13 +3,19 @@
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from batchmla.engine.calibration import StepTimes
 from batchmla.engine.config import EngineConfig
-from batchmla.engine.describe import ModelFacts, describe
+from batchmla.engine.describe import describe
 from batchmla.engine.engine import plan_engine
 from batchmla.engine.hardware import Hardware, detect, parse_hardware
-from batchmla.engine.roofline import Rates, Workload, measure_cpu_rates, predict_seconds
+from batchmla.errors import JobError
+from batchmla.jobs.calibrate import calibrate_job
 from batchmla.jobs.counts import RowCounts, count_rows
+from batchmla.jobs.learned import calibration_key, last_calibration
 from batchmla.jobs.options import engine_options
+from batchmla.jobs.plan_choice import mix_of, recommend, warnings
+from batchmla.jobs.plan_time import predict_time
+from batchmla.jobs.remote import place_of
 from batchmla.jobs.soundness import check_what_is_there
 from batchmla.jobs.spec import JobSpec, LoadedSpec
 from batchmla.kv.capacity import max_concurrency
@@ -20,7 +26,9 @@ PLAN_LENGTHS = (4096, 32768, 40960, 131072, 1048576)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What `plan --json` prints. Sizes in bytes of one device, times in seconds."""
+    """What `plan --json` prints. Sizes in bytes of one device, times in seconds; capacity and
+    concurrency are those of all devices together, limits of a step those of each attention group.
+    """
 
     job: str
     model: str
@@ -55,6 +63,12 @@ class Plan:
     reusable_tokens: int | None
     predicted_output_tokens: int | None
     predicted_seconds: float | None
+    predicted_tokens_per_second: float | None
+    predicted_exchange_seconds: float | None  # in which devices only talk to each other
+    is_calibrated: bool
+    placement: dict[str, int]
+    placements: list[dict[str, Any]]
+    recommended: dict[str, Any] | None
     packing: str
     notes: list[str] = field(default_factory=list)
 
@@ -63,14 +77,20 @@ class Plan:
         return asdict(self)
 
 
-def plan_job(loaded: LoadedSpec, hardware: str | None = None) -> Plan:
-    """Plans for this machine, or for `hardware` such as "8xH200"; allocates no model."""
+def plan_job(loaded: LoadedSpec, hardware: str | None = None, *, calibrates: bool = False) -> Plan:
+    """Plans for this machine, or for `hardware` such as "8xH200"; allocates no model.
+
+    With `calibrates` the model is loaded here, and its steps are timed for some seconds.
+    """
+    if calibrates and hardware is not None:
+        raise JobError("--calibrate measures this machine; leave --hardware out")
     spec = loaded.spec
     machine = detect(spec.model.device) if hardware is None else parse_hardware(hardware)
     folder = find_model(spec.model.path, spec.model.revision)
     facts = describe(folder)
-    config = plan_engine(facts.raw, engine_options(spec, folder), machine)
-    notes = list(config.notes)
+    options = engine_options(spec, folder)
+    config = plan_engine(facts.raw, options, machine)
+    notes = [*config.notes, *warnings(config)]
     check_what_is_there(folder, facts.raw, config.placement, spec.model.load_format, notes)
     if facts.quantization is not None:
         notes.append(_quantised_note(facts.quantization, config))
@@ -79,7 +99,10 @@ def plan_job(loaded: LoadedSpec, hardware: str | None = None) -> Plan:
         {length for length in PLAN_LENGTHS if length <= facts.config.max_positions}
         | {config.max_model_len}
     )
-    layout = config.layout
+    layout, placement = config.layout, config.placement
+    found, recommended = recommend(facts.raw, options, machine, counts)
+    times = _times(loaded, config, machine, counts, calibrates=calibrates)
+    predicted = predict_time(facts.raw, config, machine, counts, times, notes)
     return Plan(
         job=spec.name,
         model=spec.model.path,
@@ -101,7 +124,7 @@ def plan_job(loaded: LoadedSpec, hardware: str | None = None) -> Plan:
         kv_bytes_at={str(length): layout.bytes_for(length) for length in lengths},
         kv_capacity_tokens=config.kv_capacity_tokens,
         max_concurrency={
-            str(length): round(many, 2)
+            str(length): round(placement.attention_data * many, 2)
             for length, many in max_concurrency(layout, config.num_pages, lengths).items()
         },
         max_model_len=config.max_model_len,
@@ -116,7 +139,17 @@ def plan_job(loaded: LoadedSpec, hardware: str | None = None) -> Plan:
         shared_prefix_tokens=counts.shared_prefix_tokens,
         reusable_tokens=counts.reusable_tokens if config.prefix_caching else 0,
         predicted_output_tokens=counts.output_tokens,
-        predicted_seconds=_predict(facts, config, machine, counts, notes),
+        predicted_seconds=None if predicted is None else predicted.seconds,
+        predicted_tokens_per_second=None if predicted is None else predicted.tokens_per_s,
+        predicted_exchange_seconds=None if predicted is None else predicted.exchange_seconds,
+        is_calibrated=predicted is not None and predicted.is_calibrated,
+        placement={
+            "tensor": placement.tensor,
+            "expert": placement.expert,
+            "attention_data": placement.attention_data,
+        },
+        placements=[each.to_json() for each in found],
+        recommended=None if recommended is None else recommended.to_json(),
         packing=_packing_words(spec),
         notes=notes,
     )
@@ -128,39 +161,22 @@ def _quantised_note(method: str, config: EngineConfig) -> str:
     return f"weights are published in {method} and expanded to {config.dtype}"
 
 
-def _predict(
-    facts: ModelFacts,
+def _times(
+    loaded: LoadedSpec,
     config: EngineConfig,
     machine: Hardware,
     counts: RowCounts,
-    notes: list[str],
-) -> float | None:
-    """Seconds by the roofline; None when tokens or rates are not known."""
-    if config.misfit is not None or counts.prompt_tokens is None or not counts.rows:
+    *,
+    calibrates: bool,
+) -> StepTimes | None:
+    """What steps take on this machine: measured now, or by this job's last run."""
+    spec = loaded.spec
+    if calibrates:
+        return calibrate_job(spec, config, mix_of(counts).prompt_tokens)
+    if not machine.is_local:
         return None
-    if counts.output_tokens is None:
-        return None
-    if machine.bf16_flops_per_s is not None and machine.bandwidth_bytes_per_s is not None:
-        rates = Rates(
-            flops_per_s=machine.bf16_flops_per_s * machine.count,
-            bytes_per_s=machine.bandwidth_bytes_per_s * machine.count,
-        )
-        notes.append("time is a bound from the data sheet's rates, not a measurement")
-    elif config.device == "cpu":
-        rates = measure_cpu_rates(config.dtype)
-        notes.append("time is a lower bound from a short measurement of this machine")
-    else:
-        return None
-    work = Workload(
-        prompt_tokens=counts.prompt_tokens,
-        output_tokens=counts.output_tokens,
-        num_rows=counts.rows,
-        concurrency=min(config.max_num_seqs, counts.rows),
-        active_params=facts.active_params,
-        weight_bytes=config.memory.weights_bytes * config.placement.tensor,
-        kv_token_bytes=config.layout.token_bytes,
-    )
-    return predict_seconds(work, rates)
+    key = calibration_key(spec.model.path, config, machine.name)
+    return last_calibration(place_of(spec.output.path), key)
 
 
 def _packing_words(spec: JobSpec) -> str:

@@ -341,5 +341,6 @@ class _Run:
             duplicates=self.journal.duplicates,
             reason=reason,
             effective={} if loop is None else loop.effective,
+            calibration={} if loop is None else loop.calibration,
             settings=self.manifest.job,
         )

@@ -58,12 +58,19 @@ class Table(Protocol):
         ...
 
 
+def _nothing_learned(_engine_s: float) -> Mapping[str, Any]:
+    """Of an engine that computes nothing."""
+    return {}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedEngine:
-    """An engine and what its `auto` settings became, for the summary."""
+    """An engine and what its `auto` settings became, for the summary; `learned` tells, once it has
+    run for so many seconds, what its steps took."""
 
     engine: Engine
     effective: Mapping[str, Any]
+    learned: Callable[[float], Mapping[str, Any]] = _nothing_learned
 
 
 def _no_numerics(_spec: JobSpec) -> Mapping[str, str]:

@@ -42,6 +42,8 @@ class Summary:
     reason: str | None = None  # why the job did not end with exit code 0
     step_downs: int = 0  # steps that ran out of memory and were made smaller
     memory: Mapping[str, Any] = field(default_factory=dict)  # of one device: estimated, measured
+    expert_load: Mapping[str, Any] | None = None  # of experts dealt to ranks: see `ExpertLoad`
+    calibration: Mapping[str, Any] = field(default_factory=dict)  # times of steps, for `plan`
     effective: Mapping[str, Any] = field(default_factory=dict)
     settings: Mapping[str, Any] = field(default_factory=dict)
 
@@ -90,6 +92,7 @@ def make_summary(
     effective: Mapping[str, Any],
     settings: Mapping[str, Any],
     deduped: int = 0,
+    calibration: Mapping[str, Any] | None = None,
 ) -> Summary:
     """Puts the sums together."""
     rate = stats.generated_tokens / engine_s if engine_s > 0 and stats.generated_tokens else None
@@ -114,7 +117,9 @@ def make_summary(
         duplicates=duplicates,
         deduped=deduped,
         step_downs=stats.step_downs,
+        expert_load=None if stats.expert_load is None else asdict(stats.expert_load),
         memory=_memory(effective.get("memory_bytes"), stats.peak_bytes),
+        calibration=dict(calibration or {}),
         reason=reason,
         effective={name: value for name, value in effective.items() if name != "memory_bytes"},
         settings=dict(settings),

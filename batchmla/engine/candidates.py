@@ -9,8 +9,7 @@ from typing import Any
 from batchmla import kernels
 from batchmla.core import EngineOptions
 from batchmla.engine.config import EngineConfig
-from batchmla.engine.costs import step_costs
-from batchmla.engine.drafts import draft_placed
+from batchmla.engine.drafts import draft_placed, engine_costs
 from batchmla.engine.exchange import exchange_of
 from batchmla.engine.hardware import Hardware
 from batchmla.engine.settle import settle_backend
@@ -96,14 +95,7 @@ def candidates(
             misfit = str(error)
             found.append(Candidate(placement=placement, config=None, misfit=misfit, steady=None))
             continue
-        costs = step_costs(
-            raw_config,
-            ops,
-            config.layout,
-            dtype=config.dtype,
-            placement=placement,
-            rank_weight_bytes=config.memory.weights_bytes,
-        )
+        costs = engine_costs(raw_config, config)
         rates = steady(config, costs, exchange, hardware, mix)
         found.append(
             Candidate(placement=placement, config=config, misfit=config.misfit, steady=rates)

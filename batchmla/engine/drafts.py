@@ -8,6 +8,7 @@ import torch
 from batchmla import kernels
 from batchmla.core import EngineOptions
 from batchmla.engine.config import EngineConfig, LayoutOf, draft
+from batchmla.engine.costs import StepCosts, step_costs
 from batchmla.engine.hardware import Hardware
 from batchmla.engine.settle import (
     settle_backend,
@@ -55,3 +56,15 @@ def draft_placed(
 ) -> EngineConfig:
     """The engine in the placement that the options name, fitting or not."""
     return draft(*engine_facts(raw_config, options, hardware))
+
+
+def engine_costs(raw_config: Mapping[str, Any], config: EngineConfig) -> StepCosts:
+    """What a step costs on all devices of an engine together."""
+    return step_costs(
+        raw_config,
+        kernels.load(config.backend),
+        config.layout,
+        dtype=config.dtype,
+        placement=config.placement,
+        rank_weight_bytes=config.memory.weights_bytes,
+    )

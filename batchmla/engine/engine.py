@@ -25,6 +25,7 @@ from batchmla.engine.forward import Forward, StepOutOfMemory
 from batchmla.engine.group import Chunk, Limits
 from batchmla.engine.hardware import Hardware, detect
 from batchmla.engine.memory import PeakMemory
+from batchmla.engine.meter import StepMeter
 from batchmla.engine.ranks import Ranks
 from batchmla.engine.runner import Followers, Runner
 from batchmla.engine.sampler import Draw, Sampler
@@ -77,6 +78,7 @@ class EngineCore:
         self._device = device
         self._memory = memory
         self._has_lanes = layout.lane_bytes > 0
+        self.meter = StepMeter()
         self._totals = _Totals()
         self._is_busy = False
 
@@ -192,7 +194,9 @@ class EngineCore:
         totals = self._totals
         totals.steps += 1
         totals.computed_tokens += sum(chunk.num_tokens for chunk in chunks)
-        totals.step_s += time.perf_counter() - start_s
+        step_s = time.perf_counter() - start_s
+        totals.step_s += step_s
+        self.meter.add(chunks, step_s)
         return completions
 
     def _take(self, chunk: Chunk, draw: Draw) -> Completion | None:
