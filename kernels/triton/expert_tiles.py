@@ -1,16 +1,9 @@
-"""What the products over sorted tokens share: the shape of a tile, the rows it reads and writes.
-T rows of a tile, O outputs, K inputs of a step.
-
-A gated product ("up") reads the rows of tokens and writes at the places of their choices, once
-sorted; the other ("down") reads at places and writes at the choices, so that a token's rows end up
-side by side. Rows beyond an expert's last repeat it and are not written.
-"""
+"""How products over sorted tokens are cut into tiles. T rows of a tile, O outputs, K inputs of a
+step."""
 
 from dataclasses import dataclass
 
 import torch
-import triton
-import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 TOKENS = (16, 32, 64, 128)  # rows that a tile may have
@@ -42,37 +35,6 @@ def pick_tokens(rows_per_expert: float, dtype: torch.dtype, *, is_exact: bool) -
     if is_exact:
         return EXACT_TOKENS
     return next((tokens for tokens in TOKENS if 2 * rows_per_expert <= tokens), TOKENS[-1])
-
-
-@triton.jit
-def rows_of(
-    order, ends, tile_first, tile, expert, active, IS_UP: tl.constexpr, BLOCK_T: tl.constexpr
-):
-    """(rows read, rows written, whether they are), the rows int64."""
-    end = tl.load(ends + expert)
-    places = tl.load(tile_first + tile) + tl.arange(0, BLOCK_T)
-    inside = places < end
-    places = tl.minimum(places, end - 1)
-    choices = tl.load(order + places)
-    if IS_UP:
-        read, written = choices // active, places
-    else:
-        read, written = places, choices
-    return read.to(tl.int64), written.to(tl.int64), inside
-
-
-@triton.jit
-def store_tile(
-    out, stride, written, inside, result, first_output, outputs, IS_SWAPPED: tl.constexpr,
-    BLOCK_O: tl.constexpr,
-):  # fmt: skip
-    """Rounds and writes [T, O], or [O, T] if swapped."""
-    if IS_SWAPPED:
-        result = tl.trans(result)
-    output = first_output + tl.arange(0, BLOCK_O)
-    places = out + written[:, None] * stride + output[None, :]
-    mask = inside[:, None] & (output < outputs)[None, :]
-    tl.store(places, result.to(out.dtype.element_ty), mask=mask)
 
 
 def boxes(

@@ -12,7 +12,7 @@ import triton.language as tl
 
 from batchmla.kernels.block_sparse_ops import OaiGate
 from batchmla.kernels.ops import Packed
-from batchmla.kernels.triton import moe_gemm
+from batchmla.kernels.triton import moe_gemm, moe_gemm_codes, moe_gemm_fp4, moe_gemm_fp8
 from batchmla.kernels.triton.act_mul import Act, Activation
 from batchmla.kernels.triton.aot import AotCase
 from batchmla.kernels.triton.expert_tiles import pick_tokens
@@ -118,15 +118,38 @@ class Experts:
 def _up(
     x_TM: torch.Tensor, up: Packed, tiles: Tiles, active: int, activation: Activation, tokens: int
 ) -> torch.Tensor:
-    assert up.plain is not None, f"{up.kind} of shape {up.shape} has no form that is read here"
-    shape = moe_gemm.up_shape(tokens, x_TM.dtype)
-    return moe_gemm.up_product(x_TM, up.plain, tiles, active, activation, shape)
+    """The gated product that serves the form of the weight."""
+    dtype, quantised = x_TM.dtype, up.quantised
+    if quantised is None:
+        plain, shape = _plain(up), moe_gemm.up_shape(tokens, dtype)
+        return moe_gemm.up_product(x_TM, plain, tiles, active, activation, shape)
+    if moe_gemm_fp8.reads(quantised):
+        product, shape = moe_gemm_fp8.up_product, moe_gemm_fp8.up_shape(tokens)
+    elif moe_gemm_fp4.reads(quantised, dtype):
+        product, shape = moe_gemm_fp4.up_product, moe_gemm_fp4.up_shape(tokens)
+    else:
+        product, shape = moe_gemm_codes.up_product, moe_gemm_codes.up_shape(tokens, dtype)
+    return product(x_TM, quantised, tiles, active, activation, shape)
 
 
 def _down(hidden_XF: torch.Tensor, down: Packed, tiles: Tiles, tokens: int) -> torch.Tensor:
-    assert down.plain is not None, f"{down.kind} of shape {down.shape} has no form read here"
-    shape = moe_gemm.down_shape(tokens, hidden_XF.dtype)
-    return moe_gemm.down_product(hidden_XF, down.plain, tiles, shape)
+    """As `_up`."""
+    dtype, quantised = hidden_XF.dtype, down.quantised
+    if quantised is None:
+        shape = moe_gemm.down_shape(tokens, dtype)
+        return moe_gemm.down_product(hidden_XF, _plain(down), tiles, shape)
+    if moe_gemm_fp8.reads(quantised):
+        product, shape = moe_gemm_fp8.down_product, moe_gemm_fp8.down_shape(tokens)
+    elif moe_gemm_fp4.reads(quantised, dtype):
+        product, shape = moe_gemm_fp4.down_product, moe_gemm_fp4.down_shape(tokens)
+    else:
+        product, shape = moe_gemm_codes.down_product, moe_gemm_codes.down_shape(tokens, dtype)
+    return product(hidden_XF, quantised, tiles, shape)
+
+
+def _plain(weight: Packed) -> torch.Tensor:
+    assert weight.plain is not None, f"{weight.kind} {weight.shape} is in no form that is read here"
+    return weight.plain
 
 
 AOT_CASES = (

@@ -3,6 +3,10 @@
 T tokens, X choices, E experts, M model width, F ffn width. Two products make an expert: up, whose
 gates and ups are activated before they are rounded, and down. All output tiles of a tile of tokens
 are neighbours in the grid, so that its rows, and an expert's matrix, are read from the cache again.
+
+The first product ("up") reads the rows of tokens and writes at the places of their choices, once
+sorted; the second ("down") reads at places and writes at the choices, so that a token's rows end up
+side by side. Rows beyond an expert's last repeat it and are not written.
 """
 
 import torch
@@ -11,7 +15,7 @@ import triton.language as tl
 
 from batchmla.kernels.triton.act_mul import Act, Activation, activate
 from batchmla.kernels.triton.aot import AotCase
-from batchmla.kernels.triton.expert_tiles import MANY, TileShape, boxes, rows_of, store_tile
+from batchmla.kernels.triton.expert_tiles import MANY, TileShape, boxes
 from batchmla.kernels.triton.sort_experts import Tiles
 
 
@@ -35,6 +39,37 @@ def _shape(tokens: int, dtype: torch.dtype, outputs: int) -> TileShape:
         block_t=tokens, block_o=outputs, block_k=64, is_swapped=not is_many,
         num_warps=8 if is_many else 4, num_stages=3 if is_many else 4,
     )  # fmt: skip
+
+
+@triton.jit
+def rows_of(
+    order, ends, tile_first, tile, expert, active, IS_UP: tl.constexpr, BLOCK_T: tl.constexpr
+):
+    """(rows read, rows written, whether they are), the rows int64."""
+    end = tl.load(ends + expert)
+    places = tl.load(tile_first + tile) + tl.arange(0, BLOCK_T)
+    inside = places < end
+    places = tl.minimum(places, end - 1)
+    choices = tl.load(order + places)
+    if IS_UP:
+        read, written = choices // active, places
+    else:
+        read, written = places, choices
+    return read.to(tl.int64), written.to(tl.int64), inside
+
+
+@triton.jit
+def store_tile(
+    out, stride, written, inside, result, first_output, outputs, IS_SWAPPED: tl.constexpr,
+    BLOCK_O: tl.constexpr,
+):  # fmt: skip
+    """Rounds and writes [T, O], or [O, T] if swapped."""
+    if IS_SWAPPED:
+        result = tl.trans(result)
+    output = first_output + tl.arange(0, BLOCK_O)
+    places = out + written[:, None] * stride + output[None, :]
+    mask = inside[:, None] & (output < outputs)[None, :]
+    tl.store(places, result.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit

@@ -32,6 +32,11 @@ class Tiles:
     first_N: torch.Tensor
 
     @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """As the kernels take them."""
+        return (self.order_X, self.ends_E, self.expert_N, self.first_N)
+
+    @property
     def num_choices(self) -> int:
         return len(self.order_X)
 

@@ -4,10 +4,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from expert_case import hidden_values, in_order, quantised, row_values
 from triton_case import BOUNDS, error
 
 from batchmla.kernels.block_sparse_ops import OaiGate
 from batchmla.kernels.ops import Packed, PackKind
+from batchmla.kernels.quant import Coding
 from batchmla.kernels.reference import block_sparse, hybrid, moe
 from batchmla.kernels.triton.experts import Experts, combine
 
@@ -57,7 +59,8 @@ def test_rounded_where_it_says() -> None:
         for score, expert in zip(scores[token], ids[token], strict=True):
             gate, each = (up.plain[expert].double() @ x[token].double()).chunk(2)
             hidden = (gate * torch.sigmoid(gate) * each).bfloat16()
-            wanted[token] += score * (down.plain[expert].double() @ hidden.double()).bfloat16()
+            row = (down.plain[expert].double() @ hidden.double()).bfloat16()
+            wanted[token] += score.double() * row.double()
     assert error(found, wanted) <= BOUNDS[BF16]
 
 
@@ -91,6 +94,32 @@ def test_a_token_that_is_no_number_harms_itself_only() -> None:
     after = Experts().experts(x, scores, ids, up, down)
     others = [token for token in range(8) if token != 3]
     assert torch.equal(before[others], after[others]) and after[3].isnan().all()
+
+
+FORMS = {
+    "e4m3": (Coding.E4M3, 128, torch.float32, 128),
+    "e2m1": (Coding.E2M1, 32, torch.uint8, None),
+    "int4": (Coding.INT4, 32, BF16, None),
+    "e4m3 in small blocks": (Coding.E4M3, 32, torch.float32, 48),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_of_a_weight_is_served(form: str) -> None:
+    coding, block, scales, rows = FORMS[form]
+    up = quantised((3, 256, 128), coding, block, scale_dtype=scales, row_block=rows)
+    down = quantised((3, 128, 128), coding, block, scale_dtype=scales, row_block=rows)
+    x, scores, ids = torch.randn(4, 128).to(BF16), torch.rand(4, 2), torch.randint(-1, 3, (4, 2))
+    found = Experts().experts(x, scores, ids, *(
+        Packed(kind, each.shape, quantised=each)
+        for kind, each in ((PackKind.EXPERTS_UP, up), (PackKind.EXPERTS_DOWN, down))
+    ))  # fmt: skip
+    hidden = hidden_values(x, up.expanded(BF16), ids).to(BF16)
+    values = row_values(hidden, down.expanded(BF16), ids).to(BF16)
+    rows_X = torch.zeros(8, 128, dtype=torch.float64)
+    rows_X[sorted(in_order(ids, 3))] = values.double()
+    wanted = (scores.double()[:, :, None] * rows_X.view(4, 2, 128)).sum(1)
+    assert error(found, wanted) <= (5e-2 if form == "e4m3" else BOUNDS[BF16])
 
 
 def test_no_tokens() -> None:
