@@ -65,6 +65,11 @@ class ReplicaEngine:
         """The sum over all replicas."""
         return self._pool.stats()
 
+    @property
+    def num_lost(self) -> int:
+        """Deaths of replicas that ran."""
+        return self._pool.num_lost
+
     def close(self) -> None:
         """Ends all replicas; the connection to the cluster stays."""
         if not self._is_closed:

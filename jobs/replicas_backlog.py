@@ -9,6 +9,7 @@ that kills its replica ends alone, as its own error.
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice, takewhile
 
 import numpy as np
 
@@ -150,9 +151,9 @@ class Backlog:
         return window
 
     def _take_suspects(self) -> Window:
-        count = 1
-        if self._strikes[self._suspects[0].index] < MOST_STRIKES - 1:
-            count = min(_SUSPECT_ROWS, len(self._suspects))
+        first = islice(self._suspects, _SUSPECT_ROWS)
+        mild = takewhile(lambda each: self._strikes[each.index] < MOST_STRIKES - 1, first)
+        count = max(1, sum(1 for _ in mild))
         prompts = [self._suspects.popleft() for _ in range(count)]
         return Window(prompts, sum(map(_tokens, prompts)), is_apart=True)
 

@@ -25,6 +25,8 @@ class NoCluster(Exception):
 
 _LOOK_S = 0.2
 _JOIN_S = 8.0
+_START_TRIES = 3  # its helpers give up after 15 s on a machine that is busy or reads from afar
+_START_S = 60
 _STORE_BYTES = 256 << 20  # prompts and completions on their way
 _LOG = logging.getLogger(__name__)
 
@@ -116,8 +118,7 @@ def _join(address: str, said: dict[str, Any]) -> None:
     try:
         ray.init(address=address, **said)
     except Exception as error:
-        lines = str(error).splitlines()
-        reason = lines[0].rstrip(".") if lines else type(error).__name__
+        reason = _reason(error)
         if address == "auto" and isinstance(error, ConnectionError) and "multiple" not in reason:
             raise NoCluster(reason) from error
         raise DeviceError(
@@ -131,19 +132,29 @@ def _start(here: Node, said: dict[str, Any]) -> None:
     from ray._common.usage.usage_lib import set_usage_stats_enabled_via_env_var
 
     set_usage_stats_enabled_via_env_var(False)  # a job tells nobody that it runs
-    try:
-        ray.init(
-            address="local",
-            num_cpus=here.num_cpus,
-            num_gpus=here.num_gpus,
-            include_dashboard=False,
-            object_store_memory=_STORE_BYTES,
-            **said,
-        )
-    except Exception as error:
-        lines = str(error).splitlines()
-        reason = lines[0].rstrip(".") if lines else type(error).__name__
-        raise DeviceError(f"Ray cannot be started on this machine: {reason}") from error
+    for tries_left in reversed(range(_START_TRIES)):
+        try:
+            ray.init(
+                address="local",
+                num_cpus=here.num_cpus,
+                num_gpus=here.num_gpus,
+                include_dashboard=False,
+                object_store_memory=_STORE_BYTES,
+                _system_config={"raylet_start_wait_time_s": _START_S},
+                **said,
+            )
+            return
+        except Exception as error:
+            ray.shutdown()
+            if not tries_left:
+                reason = _reason(error)
+                raise DeviceError(f"Ray cannot be started on this machine: {reason}") from error
+            _LOG.warning("Ray did not start in time; it is tried again")
+
+
+def _reason(error: Exception) -> str:
+    lines = str(error).splitlines()
+    return lines[0].rstrip(".") if lines else type(error).__name__
 
 
 def nodes() -> list[Node]:

@@ -6,8 +6,8 @@ from `events`.
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from queue import SimpleQueue
 
 from batchmla.core import Completion, EngineStats, Prompt
@@ -65,7 +65,7 @@ class Pool:
         """The sum over all replicas, from any thread; of those that are gone what they did."""
         workers = tuple(self._workers.values())
         past = [*self._gone_stats, *(each for worker in workers for each in worker.past_stats)]
-        return _sum((each.pid_stats for each in workers), past)
+        return _sum([each.pid_stats for each in workers], past)
 
     def start(self) -> None:
         """Begins with the fewest replicas."""
@@ -206,12 +206,24 @@ class Pool:
         )
 
 
-def _sum(present: Iterable[EngineStats], past: Iterable[EngineStats]) -> EngineStats:
-    """Totals of all; what is running now of those that live."""
-    now = ("running", "waiting", "used_pages", "total_pages")
-    totals: dict[str, float] = {each.name: 0 for each in fields(EngineStats)}
-    for stats, is_past in [*((each, False) for each in present), *((each, True) for each in past)]:
-        for name in totals:
-            if not (is_past and name in now):
-                totals[name] += getattr(stats, name)
-    return EngineStats(**totals)  # type: ignore[arg-type]
+_NOW = ("running", "waiting", "used_pages", "total_pages")
+_TOTALS = (
+    "steps", "prompt_tokens", "cached_tokens", "computed_tokens", "generated_tokens", "preemptions",
+    "step_downs", "step_s",
+)  # fmt: skip
+
+
+def _sum(present: Sequence[EngineStats], past: Sequence[EngineStats]) -> EngineStats:
+    """Totals of all, what is running now of those that live; memory of the one that took most, and
+    the expert load of the one that generated most.
+    """
+    every = (*present, *past)
+    busiest = max(every, key=lambda each: each.generated_tokens, default=EngineStats())
+    counts = {name: sum(getattr(each, name) for each in every) for name in _TOTALS}
+    now = {name: sum(getattr(each, name) for each in present) for name in _NOW}
+    return EngineStats(
+        **counts,
+        **now,
+        peak_bytes=max((each.peak_bytes for each in every), default=0),
+        expert_load=busiest.expert_load,
+    )

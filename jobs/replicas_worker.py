@@ -145,7 +145,9 @@ class Worker:
         reason = ""
         for _ in range(_LOAD_TRIES):
             try:
-                return await self._call_load()
+                await self._wait_for_process()
+                facts: ReplicaFacts = await self._actor.load.remote(self._make)
+                return facts
             except RayTaskError as error:
                 cause = error.cause
                 if isinstance(cause, BatchmlaError):
@@ -154,25 +156,24 @@ class Worker:
             except RayActorError as error:
                 reason = first_line(error)
                 _LOG.warning("%s ended while it loaded the model: %s", self.name, reason)
-                await asyncio.sleep(self._patience.pulse_s)
         raise DeviceError(
             f"{self.name} ended {_LOAD_TRIES} times while it loaded the model ({reason}); if "
             "memory was short, lower model.memory_utilization or executor.replicas"
         )
 
-    async def _call_load(self) -> ReplicaFacts:
-        call = asyncio.ensure_future(_answer(self._actor.load.remote(self._make)))
-        try:
-            while not call.done():
-                is_placed = await asyncio.to_thread(self._group.wait, 1)
-                self.was_placed |= is_placed
-                self.phase = Phase.LOADING if is_placed else Phase.PLACING
-                if is_placed:
-                    await asyncio.wait((call,), timeout=self._patience.pulse_s)
-            facts: ReplicaFacts = call.result()
-            return facts
-        finally:
-            call.cancel()
+    async def _wait_for_process(self) -> None:
+        """Until Ray has put the replica somewhere and its process answers."""
+        from ray.exceptions import ActorUnavailableError
+
+        self.phase = Phase.PLACING
+        while True:
+            if await asyncio.to_thread(self._group.wait, 1):
+                self.was_placed = True
+                with suppress(ActorUnavailableError):  # it is being started
+                    await self._actor.stats.remote()
+                    self.phase = Phase.LOADING
+                    return
+            await asyncio.sleep(self._patience.look_s)
 
     def _free(self) -> None:
         """Gives process and place back."""
