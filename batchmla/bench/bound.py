@@ -15,7 +15,7 @@ _DENSE_KINDS = {"gqa", "mla"}  # each token attends to all before it
 def rates_of(hardware: Hardware, config: EngineConfig) -> tuple[Rates | None, str]:
     """What the devices in use do a second, and how that is known; None where it is not."""
     if config.device == "cpu":
-        return measure_cpu_rates(config.dtype), "rates measured before the runs"
+        return measure_cpu_rates(config.dtype), "rates measured before and after the runs"
     if hardware.bf16_flops_per_s is None or hardware.bandwidth_bytes_per_s is None:
         return None, f"no rates are known of {hardware.name}: no share of the roofline"
     count = config.placement.num_ranks

@@ -18,6 +18,13 @@ class Rates:
     flops_per_s: float
     bytes_per_s: float
 
+    def best(self, other: "Rates") -> "Rates":
+        """The greater of two measurements, each rate by itself."""
+        return Rates(
+            flops_per_s=max(self.flops_per_s, other.flops_per_s),
+            bytes_per_s=max(self.bytes_per_s, other.bytes_per_s),
+        )
+
 
 def _best_s(action: Callable[[], object], repeats: int = REPEATS) -> float:
     """Seconds of the fastest of `repeats` calls, the first one for warm-up."""

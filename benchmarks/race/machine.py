@@ -47,14 +47,6 @@ def measure_rates(threads: int) -> Rates:
     return Rates(flops_per_s=flops_per_s, bytes_per_s=bytes_per_s)
 
 
-def faster(first: Rates, second: Rates) -> Rates:
-    """The better of two measurements, each rate by itself."""
-    return Rates(
-        flops_per_s=max(first.flops_per_s, second.flops_per_s),
-        bytes_per_s=max(first.bytes_per_s, second.bytes_per_s),
-    )
-
-
 def describe_machine() -> dict[str, Any]:
     """Processor, cores, memory and system."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -1,6 +1,5 @@
 """How the pieces are measured: peers in turns, one of them awake at a time."""
 
-import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,7 +12,7 @@ from batchmla.engine.costs import StepCosts, step_costs
 from batchmla.engine.describe import describe
 from batchmla.engine.roofline import Rates
 from race.floor import floor_of
-from race.machine import commit, describe_machine, faster, load_average, measure_rates
+from race.machine import commit, describe_machine, load_average, measure_rates
 from race.model import FIELDS, model_folder
 from race.peers import VllmSettings, settings_from, start
 from race.pieces import Piece
@@ -25,8 +24,8 @@ from race.workloads import Rows, rows_of
 VOCAB = FIELDS["vocab_size"]  # both models have so many ids
 WARM_SEED = 10_000
 WARM_ROWS, WARM_TOKENS = 64, 8
-SWEPT_ROWS = 256
-SWEPT_SEQS = (32, 64, 128, 256)
+SWEPT_ROWS = 192
+SWEPT_SEQS = (32, 64, 128)
 SWEPT_TOKENS = (1024, 2048, 8192)
 
 
@@ -185,10 +184,10 @@ def _record(race: Race, piece: Piece) -> Iterator[Record]:
         "rates": asdict(rates),
     }
     yield record
-    after = measure_rates(race.threads)
-    record["rates"] = asdict(faster(rates, after))
+    rates = rates.best(measure_rates(race.threads))
+    record["rates"] = asdict(rates)
     if "runs" in record:
-        floor = floor_of(race.rows(piece, 0), _costs(piece.model), faster(rates, after))
+        floor = floor_of(race.rows(piece, 0), _costs(piece.model), rates)
         record["floor"] = asdict(floor) | {"seconds": floor.seconds}
         record["summary"] = summarise(record["runs"], floor.seconds)
     record["minutes"] = round(
@@ -280,12 +279,12 @@ def _sweep(race: Race, piece: Piece) -> None:
         try:
             warm = rows_of("realistic", VOCAB, WARM_SEED, most_rows=WARM_ROWS)
             worker.ask("run", **asdict(warm.cut(WARM_ROWS, WARM_TOKENS)))
-            times = [worker.ask("run", **asdict(rows))["seconds"] for _ in range(2)]
+            seconds = float(worker.ask("run", **asdict(rows))["seconds"])
         finally:
             worker.close()
-        tried.append(asdict(settings) | {"seconds": times, "load_s": round(worker.load_s, 1)})
+        tried.append(asdict(settings) | {"seconds": seconds, "load_s": round(worker.load_s, 1)})
         print(tried[-1], flush=True)
-        return statistics.median(times)
+        return seconds
 
     best, best_s = VllmSettings(), float("inf")
     for change in ("max_num_seqs", "max_num_batched_tokens"):
