@@ -52,6 +52,18 @@ class BudgetWatch:
             return self._budget.forced_ids[self._num_forced]
         return None
 
+    @property
+    def is_free_after_next(self) -> bool:
+        """Whether the model is free to choose the token after the next, whatever the next is."""
+        if self.state is BudgetState.CLOSED or not self._budget.forced_ids:
+            return True
+        most = self._budget.max_reasoning_tokens
+        if self.state is BudgetState.WAITING:
+            return most is None or most > 0
+        if self.state is BudgetState.FORCING or (most is not None and self._counted + 1 >= most):
+            return False
+        return self._loops is None or not self._loops.may_loop_next
+
     def push(self, token_id: int) -> None:
         """Notes a token that was appended to the completion."""
         if self.state is BudgetState.CLOSED:

@@ -21,6 +21,12 @@ class LoopWatch:
         self._num_ids = 0
         self.has_looped = False
 
+    @property
+    def may_loop_next(self) -> bool:
+        """Whether one more token could complete a loop."""
+        reach = min(self._num_ids, LONGEST)
+        return bool((self._equal[:reach] + 1 >= self._needed[:reach]).any())
+
     def push(self, token_id: int) -> None:
         """Notes a token; `has_looped` tells."""
         if self._num_ids == len(self._ids):

@@ -5,6 +5,7 @@ its own logits and parameters, on its stream key and on the position, never on i
 earlier steps' order. N rows, V vocabulary, S remembered sequences.
 """
 
+from collections.abc import Callable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
@@ -15,6 +16,7 @@ from batchmla.engine.adjust import adjust
 from batchmla.engine.logprobs import score
 from batchmla.engine.masks import Masks, make_masks
 from batchmla.engine.sequence import Sequence
+from batchmla.engine.stream import Reader, put
 from batchmla.kernels.cpu.sample import uniform
 from batchmla.kernels.ops import SampleOp
 
@@ -32,6 +34,15 @@ class Draw:
     token_id: int | None
     is_forced: bool = False
     fault: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pending:
+    """Draws on their way: `ids_N` int64 where they were drawn; `wait` returns what became of the
+    rows."""
+
+    ids_N: torch.Tensor
+    wait: Callable[[], list[Draw]]
 
 
 class SeenTokens:
@@ -84,11 +95,25 @@ class Sampler:
     never drawn.
     """
 
-    def __init__(self, op: SampleOp, *, vocab_limit: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        op: SampleOp,
+        *,
+        vocab_limit: int,
+        device: torch.device,
+        reader: Reader | None = None,
+    ) -> None:
+        """With a `reader` draws come when they are waited for; without, they are made at once."""
         self._op = op
         self._vocab_limit = vocab_limit
         self._device = device
+        self._reader = reader
         self._seen = SeenTokens(vocab_limit, device)
+
+    @property
+    def device(self) -> torch.device:
+        """Where logits are."""
+        return self._device
 
     def forget(self, sequence: Sequence) -> None:
         """Drops what is kept for a sequence that left the running ones."""
@@ -101,6 +126,27 @@ class Sampler:
     def real(self, logits_NV: torch.Tensor) -> torch.Tensor:
         """The logits of ids that the tokenizer has."""
         return logits_NV[:, : self._vocab_limit]
+
+    def begin(self, logits_NV: torch.Tensor, sequences: Items[Sequence]) -> Pending:
+        """The same as `draw`, without waiting for the device where no row asks for the host."""
+        if self._reader is None or any(each.extras is not None for each in sequences):
+            draws = self.draw(logits_NV, sequences)
+            ids = np.array([draw.token_id or 0 for draw in draws], np.int64)
+            return Pending(ids_N=put(ids, self._device), wait=lambda: draws)
+        logits_NV = self.real(logits_NV)
+        is_finite_N = torch.isfinite(logits_NV).all(dim=1)
+        logits_NV.masked_fill_(~is_finite_N[:, None], 0.0)
+        self._penalise(logits_NV, sequences)
+        self._mask_stops(logits_NV, sequences)
+        ids_N = self._sample(logits_NV, sequences)
+        forced_N = [sequence.forced_token() for sequence in sequences]
+        read = self._reader.start(torch.stack((ids_N, is_finite_N.long())))
+
+        def wait() -> list[Draw]:
+            ids, is_finite = read()
+            return _draws(forced_N, ids, list(map(bool, is_finite)))
+
+        return Pending(ids_N=ids_N, wait=wait)
 
     def draw(self, logits_NV: torch.Tensor, sequences: Items[Sequence]) -> list[Draw]:
         """One `Draw` a row; `logits` is float32 and may be overwritten."""
@@ -188,9 +234,8 @@ class Sampler:
                 rows.extend([row] * len(stops))
                 ids.extend(stops)
         if rows:
-            logits_NV[
-                torch.tensor(rows, device=self._device), torch.tensor(ids, device=self._device)
-            ] = -torch.inf
+            places = put(np.array((rows, ids), np.int64), self._device)
+            logits_NV.index_put_((places[0], places[1]), logits_NV.new_tensor(-torch.inf))
 
     def _sample(self, logits_NV: torch.Tensor, sequences: Items[Sequence]) -> torch.Tensor:
         all_params = [sequence.prompt.params for sequence in sequences]
@@ -200,13 +245,12 @@ class Sampler:
         knobs_N4[:, :3] = [(p.temperature, p.top_p, p.min_p) for p in all_params]
         is_greedy = all(params.temperature == 0 for params in all_params)
         knobs_N4[:, 3] = 0 if is_greedy else uniform(keys, positions)
-        knobs = torch.from_numpy(knobs_N4).to(self._device)
+        knobs = put(knobs_N4, self._device)
+        top_k = np.array([min(p.top_k, self._vocab_limit) for p in all_params], np.int64)
         return self._op(
             logits_NV,
             temperature_N=knobs[:, 0],
-            top_k_N=torch.tensor(
-                [min(p.top_k, self._vocab_limit) for p in all_params], device=self._device
-            ),
+            top_k_N=put(top_k, self._device),
             top_p_N=knobs[:, 1],
             min_p_N=knobs[:, 2],
             uniform_N=knobs[:, 3],

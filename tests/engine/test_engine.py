@@ -1,41 +1,12 @@
 """The engine over the fake model: same ids whatever happens to the sequences on their way."""
 
-import numpy as np
 import pytest
 import torch
+from engine_rows import ROOMY, ids, mixed_prompts
 from fakes import ListSource, greedy_ids, make_prompt
 from watched import WatchedEngine, run
 
-from batchmla.core import Budget, Completion, FinishReason, Prompt, SamplingParams
-
-
-def mixed_prompts(seed: int, count: int = 14) -> list[Prompt]:
-    """Greedy and sampled rows of every kind, half of them with a common prefix."""
-    rng = np.random.default_rng(seed)
-    prefix = rng.integers(0, 97, 20).tolist()
-    prompts = []
-    for index in range(count):
-        params = SamplingParams(
-            temperature=float(rng.choice([0.0, 0.7, 1.3])),
-            top_k=int(rng.choice([0, 5])),
-            top_p=float(rng.choice([1.0, 0.9])),
-            min_p=float(rng.choice([0.0, 0.05])),
-            repetition_penalty=float(rng.choice([1.0, 1.2])),
-            min_tokens=int(rng.integers(0, 4)),
-            max_tokens=int(rng.integers(1, 30)),
-            stop_ids=frozenset(rng.integers(0, 97, 2).tolist()),
-        )
-        own = rng.integers(0, 97, rng.integers(1, 25)).tolist()
-        token_ids = (prefix if index % 2 else []) + own
-        prompts.append(make_prompt(index, token_ids, params, expected_tokens=1))
-    return prompts
-
-
-def ids(found: dict[int, Completion]) -> list[tuple[list[int], FinishReason]]:
-    return [(found[i].token_ids.tolist(), found[i].finish_reason) for i in sorted(found)]
-
-
-ROOMY = {"num_pages": 400, "max_model_len": 96, "max_num_seqs": 16, "max_batched_tokens": 512}
+from batchmla.core import Budget, FinishReason, SamplingParams
 
 
 @pytest.mark.parametrize(
@@ -135,7 +106,7 @@ def test_bad_logits_fail_their_row_only_and_leave_no_trace_in_the_pool() -> None
             assert "13 tokens" in completion.error and len(completion.token_ids) == 0
     assert engine.stats().used_pages == 0
     cached = engine._runner._forward._cache[0]["token"].view(-1, 2)
-    held = engine._pages._is_blank_P.nonzero()[0]
+    held = engine._scheduler.groups[0].pages._is_blank_P.nonzero()[0]
     assert not any(50 in cached[4 * page : 4 * page + 4, 0] for page in held)
     assert len(run(engine, good)) == 6
 
