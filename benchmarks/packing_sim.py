@@ -121,7 +121,7 @@ class SimulatedEngine(EngineCore):
             device=torch.device("cpu"),
         )
         self._runner = clock  # type: ignore[assignment]
-        clock.pages = self._pages
+        clock.pages = self._scheduler.groups[0].pages
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

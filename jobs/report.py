@@ -156,8 +156,8 @@ def _summary_facts(data: ReportData) -> list[tuple[str, str]]:
     summary = data.summary
     if summary is None:
         return []
-    rate = summary.tokens_per_second
-    return [
+    rate, load = summary.tokens_per_second, summary.expert_load
+    found = [
         ("last run ended with exit code", str(summary.exit_code)),
         ("its rows", f"{summary.rows_this_run:,}"),
         ("its generated tokens", f"{summary.generated_tokens:,}"),
@@ -168,6 +168,17 @@ def _summary_facts(data: ReportData) -> list[tuple[str, str]]:
         ("its preemptions", f"{summary.preemptions:,}"),
         ("rows that two segments held", f"{summary.duplicates:,}"),
     ]
+    if load is not None:
+        found += [
+            ("choices of experts by rank", ", ".join(f"{n:,}" for n in load["holder_tokens"])),
+            ("its busiest rank's share of them", _times(load["busiest_holder"])),
+            ("its busiest expert's", _times(load["busiest_expert"])),
+        ]
+    return found
+
+
+def _times(ratio: float) -> str:
+    return f"{ratio:.2f} times an equal one"
 
 
 def _text(value: Any) -> str:

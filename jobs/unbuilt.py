@@ -33,14 +33,6 @@ def _equals(*refused: Any) -> Callable[[Any], bool]:
     return is_refused
 
 
-def _differs(built: Any) -> Callable[[Any], bool]:
-    def is_refused(value: Any) -> bool:
-        is_same_kind = isinstance(value, type(built) | int) and not isinstance(value, bool)
-        return (is_same_kind and value != built) or value == "auto" or isinstance(value, Mapping)
-
-    return is_refused
-
-
 @dataclass(frozen=True, slots=True)
 class Unbuilt:
     """A field, the values refused, and what to do instead."""
@@ -52,9 +44,6 @@ class Unbuilt:
 
 UNBUILT = (
     Unbuilt("model.path", _is_url, "give a local folder, a Hugging Face id or builtin:tally"),
-    Unbuilt("model.parallel", _equals("auto"), "leave it out: one device"),
-    Unbuilt("model.parallel.expert", _differs(1), "leave it at 1"),
-    Unbuilt("model.parallel.attention_data", _differs(1), "leave it at 1"),
     Unbuilt("model.speculative", _equals("mtp"), "leave it at off"),
     Unbuilt("output.path", _is_hub, "give a local folder, s3://BUCKET/… or gs://BUCKET/…"),
 )

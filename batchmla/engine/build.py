@@ -10,6 +10,7 @@ import torch
 from batchmla import kernels
 from batchmla.engine.config import EngineConfig
 from batchmla.engine.forward import Forward
+from batchmla.models import get_family
 from batchmla.models.load import load_model
 from batchmla.parallel import Par
 
@@ -57,4 +58,7 @@ def build_forward(plan: RankPlan, par: Par) -> Forward:
         config.limits.num_lanes,
         plan.device,
         is_exact=config.deterministic,
+        par=par,
+        dtype=getattr(torch, config.dtype),
+        vocab_size=get_family(plan.raw_config).Config.from_hf(plan.raw_config).vocab_size,
     )

@@ -16,11 +16,20 @@ from typing import Any
 import torch
 
 from batchmla import kernels
-from batchmla.core import Completion, EngineOptions, EngineStats, Prompt, PromptSource
+from batchmla.core import (
+    Completion,
+    EngineOptions,
+    EngineStats,
+    ExpertLoad,
+    Prompt,
+    PromptSource,
+)
+from batchmla.engine.ahead import Ahead
 from batchmla.engine.build import RankPlan, build_forward
 from batchmla.engine.candidates import settle_parallel
 from batchmla.engine.config import EngineConfig, resolve
 from batchmla.engine.drafts import draft_placed, engine_facts
+from batchmla.engine.expert_load import expert_load
 from batchmla.engine.forward import Forward, StepOutOfMemory
 from batchmla.engine.group import Chunk, Limits
 from batchmla.engine.hardware import Hardware, detect
@@ -31,14 +40,18 @@ from batchmla.engine.runner import Followers, Runner
 from batchmla.engine.sampler import Draw, Sampler
 from batchmla.engine.scheduler import Scheduler
 from batchmla.engine.sequence import Sequence, failed
+from batchmla.engine.stream import CudaReader, Reader
 from batchmla.errors import JobError
 from batchmla.kernels.ops import SampleOp
 from batchmla.kv.layout import KVLayout
 from batchmla.kv.pages import PageTable
 from batchmla.parallel import Par
+from batchmla.placement import Placement
 from batchmla.weights.folder import find_model, refuse_pointer
 
 logger = logging.getLogger(__name__)
+
+STEPS_BETWEEN_COUNTS = 512  # of the choices of experts
 
 
 @dataclass(slots=True)
@@ -65,21 +78,32 @@ class EngineCore:
         sample: SampleOp,
         vocab_limit: int,
         device: torch.device,
+        placement: Placement | None = None,
         followers: Followers | None = None,
         memory: PeakMemory | None = None,
+        reader: Reader | None = None,
     ) -> None:
-        """`followers`: the other ranks of a model that is spread over several; `memory` measures
-        since before this one was loaded."""
-        self._pages = PageTable(num_pages, layout.page_tokens)
-        self._scheduler = Scheduler(self._pages, limits)
-        sampler = Sampler(sample, vocab_limit=vocab_limit, device=device)
+        """`placement`: each attention group has `num_pages` and `limits` of its own. `followers`:
+        the other ranks of a model that is spread over several; `memory` measures since before this
+        one was loaded. With a `reader` a step begins before the one before it is known (`ahead`).
+        """
+        self._placement = placement or Placement()
+        num_groups = self._placement.attention_data
+        pools = [PageTable(num_pages, layout.page_tokens) for _ in range(num_groups)]
+        self._scheduler = Scheduler(pools, limits)
+        sampler = Sampler(sample, vocab_limit=vocab_limit, device=device, reader=reader)
         self._runner = Runner(forward, sampler, layout.page_tokens, followers)
+        assert reader is None or followers is None, "drawn tokens are on this rank alone"
+        self._ahead = (
+            Ahead(self._scheduler, self._runner, self._settle, self._step_down) if reader else None
+        )
         self._vocab_limit = vocab_limit
         self._device = device
         self._memory = memory
         self._has_lanes = layout.lane_bytes > 0
         self.meter = StepMeter()
         self._totals = _Totals()
+        self._expert_load: ExpertLoad | None = None
         self._is_busy = False
 
     def generate(self, source: PromptSource) -> Iterator[Completion]:
@@ -92,6 +116,8 @@ class EngineCore:
         try:
             yield from self._loop(source)
         finally:
+            if self._ahead is not None:
+                self._ahead.forget()
             self._scheduler.abort()
             self._runner.forget_all()
             self._is_busy = False
@@ -102,8 +128,8 @@ class EngineCore:
         return EngineStats(
             running=self._scheduler.num_running,
             waiting=self._scheduler.num_waiting,
-            used_pages=self._pages.used_pages,
-            total_pages=self._pages.num_pages,
+            used_pages=sum(group.pages.used_pages for group in self._scheduler.groups),
+            total_pages=sum(group.pages.num_pages for group in self._scheduler.groups),
             steps=totals.steps,
             prompt_tokens=self._scheduler.admitted_prompt_tokens,
             cached_tokens=self._scheduler.admitted_cached_tokens,
@@ -113,6 +139,7 @@ class EngineCore:
             step_downs=self._scheduler.relief.step_downs,
             peak_bytes=0 if self._memory is None else self._memory.peak_bytes(),
             step_s=totals.step_s,
+            expert_load=self._expert_load,
         )
 
     def close(self) -> None:
@@ -127,6 +154,7 @@ class EngineCore:
             wanted = self._scheduler.appetite
             prompts = source.take(wanted, wait=is_idle) if wanted > 0 else ()
             if is_idle and not prompts:
+                self._count_experts()
                 return
             for prompt in prompts:
                 refused = self._add(prompt)
@@ -147,14 +175,18 @@ class EngineCore:
         return self._scheduler.add(prompt)
 
     def _step(self) -> list[Completion]:
+        if self._ahead is not None:
+            return self._ahead.step()
         start_s = time.perf_counter()
         chunks = self._scheduler.schedule()
         assert chunks, f"nothing to run with {self._scheduler.num_waiting} sequences waiting"
         try:
-            draws = self._runner.run(chunks, self._scheduler.group.lanes.take_copies())
+            copies = [group.lanes.take_copies() for group in self._scheduler.groups]
+            draws = self._runner.run(chunks, copies)
         except StepOutOfMemory as error:
             sentence = str(error)  # the error holds the step's tensors: it ends here
         else:
+            self._scheduler.computed(chunks)
             return self._settle(chunks, draws, start_s)
         return self._step_down(chunks, sentence)
 
@@ -176,16 +208,14 @@ class EngineCore:
             )
             return []
         sequence = chunks[0].sequence
-        self._runner.forget(sequence)
-        self._runner.clear(self._scheduler.fail(sequence))
+        self._discard(sequence)
         return [sequence.failure(f"row {sequence.prompt.row_id}: {sentence}")]
 
     def _settle(
         self, chunks: Items[Chunk], draws: Items[Draw | None], start_s: float
     ) -> list[Completion]:
-        """What follows from the draws of a step that began at `start_s`."""
+        """What follows from the draws of a computed step that began at `start_s`."""
         self._scheduler.relief.step_done()
-        self._scheduler.computed(chunks)
         completions = [
             completion
             for chunk, draw in zip(chunks, draws, strict=True)
@@ -199,15 +229,20 @@ class EngineCore:
         self.meter.add(chunks, step_s)
         return completions
 
+    def _count_experts(self) -> None:
+        """Of experts that are dealt to ranks; the other ranks are asked."""
+        if self._placement.expert > 1 and self._totals.steps:
+            counts = self._runner.count_experts(self._placement.attention_data)
+            self._expert_load = expert_load(counts, self._placement.expert)
+
     def _take(self, chunk: Chunk, draw: Draw) -> Completion | None:
         """Appends the drawn token and those that follow from it; the completion if one of them was
         the last.
         """
         sequence = chunk.sequence
         if draw.token_id is None:
-            self._runner.forget(sequence)
-            self._runner.clear(self._scheduler.fail(sequence))
-            return sequence.failure(draw.fault or _not_finite(sequence))
+            self._discard(sequence)
+            return sequence.failure(draw.fault or sequence.not_finite())
         before = sequence.num_generated
         if before == 0:
             sequence.first_token_at_s = time.perf_counter()
@@ -221,23 +256,18 @@ class EngineCore:
         self._scheduler.finish(sequence)
         return sequence.completion(reason)
 
+    def _discard(self, sequence: Sequence) -> None:
+        """Takes out a sequence whose rows are bad."""
+        self._runner.forget(sequence)
+        self._runner.clear(self._scheduler.fail(sequence), sequence.group)
+
     def _sure_token(self, sequence: Sequence) -> int | None:
         """The next token without a forward pass, as long as the sequence's pages have room."""
         token_id = sequence.sure_token()
         if token_id is None or token_id >= self._vocab_limit:
             return None
-        return token_id if self._scheduler.group.has_room(sequence) else None
-
-
-def _not_finite(sequence: Sequence) -> str:
-    scores = None if sequence.extras is None else sequence.extras.prompt_scores
-    position = None if scores is None else scores.bad_position
-    count = sequence.num_tokens if position is None else position
-    return (
-        f"row {sequence.prompt.row_id}: the model gave logits that are not finite after {count} "
-        f"tokens ({sequence.prompt_tokens} of them the prompt's), at position {count}; try "
-        "model.dtype: float32"
-    )
+        has_room = self._scheduler.groups[sequence.group].has_room(sequence)
+        return token_id if has_room else None
 
 
 def plan_engine(
@@ -275,8 +305,10 @@ def load_engine(options: EngineOptions, *, vocab_limit: int | None = None) -> En
         sample=ops.sample,
         vocab_limit=min(vocab_size, vocab_limit or vocab_size),
         device=plan.device,
+        placement=config.placement,
         followers=ranks,
         memory=memory,
+        reader=CudaReader() if plan.device.type == "cuda" and ranks is None else None,
     )
 
 

@@ -10,27 +10,64 @@ from dataclasses import dataclass
 import torch
 
 from batchmla.engine.step import StepTables
+from batchmla.engine.stream import put
 from batchmla.errors import DeviceError
 from batchmla.kv.cache import make_cache
 from batchmla.kv.lanes import Copy
 from batchmla.kv.layout import KVLayout
+from batchmla.kv.step import HostInts
+from batchmla.layers.block import walk
+from batchmla.layers.experts import Serving, SpreadExperts
 from batchmla.models.base import Model
+from batchmla.parallel import Par
 
 _CPU_WORDS = ("can't allocate memory", "not enough memory")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Work:
-    """One step, the same on every rank.
+class Late:
+    """Tokens that only the device knows yet: `ids_N` int64 belong into `rows_N` of the step."""
+
+    rows_N: HostInts
+    ids_N: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupWork:
+    """One step of an attention group, the same on each of its ranks.
 
     Pages are zeroed and lanes copied before the forward pass; `scored` are ranges of its rows whose
-    logits are wanted before those of `tables.logits_rows_N`.
+    logits are wanted before those of `tables.logits_rows_N`. `tables` None: the group has nothing
+    to compute, but may hold experts that others need.
     """
 
-    tables: StepTables
+    tables: StepTables | None
+    late: Late | None = None
     copies: Items[Copy] = ()
     cleared_pages: Items[int] = ()
     scored: Items[range] = ()
+
+    @property
+    def num_logits(self) -> Iterator[int]:
+        """Rows of each of the tensors of logits that follow from it."""
+        yield from map(len, self.scored)
+        if self.tables is not None and len(self.tables.logits_rows_N):
+            yield len(self.tables.logits_rows_N)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """One step of all attention groups. `counts_experts`: rank 0 is told how often experts were
+    chosen so far."""
+
+    groups: tuple[GroupWork, ...]
+    counts_experts: bool = False
+
+    @property
+    def num_tokens(self) -> int:
+        """Rows of the step."""
+        tables = [each.tables for each in self.groups if each.tables is not None]
+        return sum(len(each.tokens_T) for each in tables)
 
 
 class Forward:
@@ -45,8 +82,19 @@ class Forward:
         device: torch.device,
         *,
         is_exact: bool = False,
+        par: Par | None = None,
+        dtype: torch.dtype = torch.float32,
+        vocab_size: int = 0,
     ) -> None:
-        """`is_exact` marks every step; the model must be built with exact ops then."""
+        """`is_exact` marks every step; the model must be built with exact ops then. `dtype` of the
+        model and its `vocab_size` matter where there are several attention groups.
+        """
+        self.expert_counts: list[list[int]] = []  # by layer and expert, as last collected
+        self._par = Par.single() if par is None else par
+        self._dtype = dtype
+        self._vocab_size = vocab_size
+        self._serving = [block for block in walk(model) if isinstance(block, Serving)]
+        self._spread = [block for block in walk(model) if isinstance(block, SpreadExperts)]
         self._model = model
         self._is_exact = is_exact
         self._layout = layout
@@ -60,18 +108,59 @@ class Forward:
             ) from error
 
     def run(self, work: Work) -> Iterator[torch.Tensor]:
-        """Float32 logits [N, V] of every scored range, then of the rows that are sampled, if any.
+        """On rank 0, float32 logits [N, V] of every scored range and then of the rows that are
+        sampled, if any, group by group.
 
         Must be taken to its end, in inference mode, and on every rank.
         """
+        place = self._par.placement
+        if any(each.tables is not None for each in work.groups):
+            for logits_NV in self._run_group(work.groups[place.group]):
+                if place.group == 0:
+                    yield logits_NV
+                elif place.tensor_rank == 0:
+                    self._par.send(logits_NV)
+        if place.rank == 0:
+            for group in range(1, len(work.groups)):
+                for num_rows in work.groups[group].num_logits:
+                    shape = (num_rows, self._vocab_size)
+                    yield self._receive(group, torch.empty(shape, device=self._device))
+        if work.counts_experts:
+            self._collect()
+
+    def _run_group(self, work: GroupWork) -> Iterator[torch.Tensor]:
         self._clear(work.cleared_pages)
         self._copy_lanes(work.copies)
+        if work.tables is None:
+            for block in self._serving:
+                block.serve(self._dtype, self._device)
+            return
         step = work.tables.on(self._device, self._layout.page_tokens, is_exact=self._is_exact)
+        if work.late is not None:
+            rows_N = put(work.late.rows_N, self._device)
+            step.tokens_T.index_copy_(0, rows_N, work.late.ids_N)
         hidden_TM = self._model.forward(step, self._model.plan(step), self._cache)
         for rows in work.scored:
             yield self._model.logits(hidden_TM[rows.start : rows.stop])
         if len(step.logits_rows_N):
             yield self._model.logits(hidden_TM[step.logits_rows_N])
+
+    def _receive(self, group: int, into: torch.Tensor) -> torch.Tensor:
+        """From the first rank of another group."""
+        return self._par.receive(group * self._par.placement.tensor, into)
+
+    def _collect(self) -> None:
+        """Adds up what the groups chose."""
+        place = self._par.placement
+        if place.tensor_rank or not self._spread:
+            return
+        counts_LE = torch.stack([each.chosen for each in self._spread]).to(self._device)
+        if place.group:
+            self._par.send(counts_LE)
+            return
+        for group in range(1, place.attention_data):
+            counts_LE += self._receive(group, torch.empty_like(counts_LE))
+        self.expert_counts = counts_LE.tolist()
 
     def _clear(self, pages: Items[int]) -> None:
         """Zeroes pages that may hold non-finite rows: masked or not, those would poison their next

@@ -49,9 +49,11 @@ class Limits:
 class Group:
     """The sequences that share one page table, oldest first."""
 
-    def __init__(self, pages: PageTable, limits: Limits) -> None:
+    def __init__(self, pages: PageTable, limits: Limits, index: int = 0) -> None:
         self.pages = pages
         self.limits = limits
+        self.index = index
+        self.is_full = False  # nothing was freed since an admission failed for lack of pages
         self.running: list[Sequence] = []
         self.lanes = Lanes(limits.max_num_seqs, limits.snapshot_lanes)
         self._computing: dict[
@@ -62,8 +64,9 @@ class Group:
         """Leading tokens whose full pages may be found by their content."""
         if not self.limits.prefix_caching:
             return 0
-        shares_all = self.limits.share_generated
-        return sequence.num_tokens if shares_all else sequence.prompt_tokens
+        if not self.limits.share_generated:
+            return sequence.prompt_tokens
+        return sequence.num_tokens - sequence.is_ahead
 
     def hits(self, sequence: Sequence) -> list[int]:
         """Published pages of the sequence's prefix; at least one token is left to compute, and all
@@ -123,6 +126,7 @@ class Group:
 
     def admit(self, sequence: Sequence, hits: list[int], room_pages: int) -> None:
         """Gives the sequence pages for all its tokens and puts it among the running by age."""
+        sequence.group = self.index
         self.pages.acquire(hits)
         needed = self._pages_for(sequence.num_tokens) - len(hits)
         fresh = self.pages.allocate(

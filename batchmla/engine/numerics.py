@@ -11,8 +11,14 @@ from batchmla.engine.hardware import Hardware
 
 def describe_numerics(config: EngineConfig, hardware: Hardware) -> dict[str, str]:
     """Name → value, for the manifest; exact mode goes on only where all of them are the same."""
-    weights = {"weights": "kept quantised"} if config.keeps_quantised else {}
-    return weights | {
+    found = {"weights": "kept quantised"} if config.keeps_quantised else {}
+    placement = config.placement
+    for name, size in (
+        ("expert_parallel", placement.expert), ("attention_data", placement.attention_data),
+    ):  # fmt: skip
+        if size > 1:
+            found[name] = str(size)
+    return found | {
         "backend": config.backend,
         "kernels": kernels.load(config.backend, exact=config.deterministic).name,
         "device": config.device,
@@ -20,7 +26,7 @@ def describe_numerics(config: EngineConfig, hardware: Hardware) -> dict[str, str
         "threads": str(torch.get_num_threads()),
         "dtype": config.dtype,
         "kv_cache_dtype": config.kv_dtype,
-        "tensor_parallel": str(config.placement.tensor),
+        "tensor_parallel": str(placement.tensor),
         "oneDNN": _onednn_version(),
     }
 

@@ -31,6 +31,7 @@ Stage = Literal["here", "ready"]  # the process runs; it has its weights
 STAGES: tuple[Stage, ...] = ("here", "ready")
 ROUND_S = 0.25  # of the watch
 SILENCE_S = 15.0  # without a sign of life, after which a rank hangs
+START_S = 120.0  # the same until its process runs: imports may come from a slow disk
 BLAME_S = 5.0  # for the watch to find why a step failed
 
 
@@ -167,9 +168,10 @@ class Ranks:
                 f"rank {rank} {how}; run the same command again to go on with the rows left, after "
                 "a look at the system's log (the kernel's out-of-memory killer also does this)"
             )
-        if silent * ROUND_S >= SILENCE_S:
+        allowed_s = START_S if rank in self._missing["here"] else SILENCE_S
+        if silent * ROUND_S >= allowed_s:
             return DeviceError(
-                f"rank {rank} has given no sign of life for {SILENCE_S:.0f} s; run the same "
+                f"rank {rank} has given no sign of life for {allowed_s:.0f} s; run the same "
                 "command again to go on with the rows left"
             )
         return None

@@ -9,6 +9,7 @@ therefore never stopped, and since a full context fits into the pool, every sequ
 from collections import deque
 from collections.abc import Iterable
 from collections.abc import Sequence as Items
+from dataclasses import dataclass
 
 from batchmla.core import Completion, FinishReason, Prompt
 from batchmla.engine.forecast import Forecast
@@ -21,28 +22,43 @@ from batchmla.engine.source import ForesightSource
 from batchmla.kv.pages import PageTable
 
 
-class Scheduler:
-    """Queues and admission over one attention group."""
+@dataclass(slots=True)
+class _Room:
+    """What is left of a step for one attention group."""
 
-    def __init__(self, pages: PageTable, limits: Limits) -> None:
-        pool_tokens = pages.num_pages * pages.page_tokens
-        assert limits.max_model_len <= pool_tokens, f"{limits} in {pool_tokens} tokens"
+    group: Group
+    chunks: list[Chunk]
+    left_tokens: int
+    forecast: Forecast | None = None
+
+
+class Scheduler:
+    """One queue, and admission to the attention groups, each with a pool of pages and a step of its
+    own. A sequence goes to one of them: where the pages it adds leave the least in use, so that a
+    prefix found in a group counts for it, but does not draw all sequences there.
+    """
+
+    def __init__(self, tables: Items[PageTable], limits: Limits) -> None:
+        """A page table for each group; `limits` are those of every group."""
+        for pages in tables:
+            pool_tokens = pages.num_pages * pages.page_tokens
+            assert limits.max_model_len <= pool_tokens, f"{limits} in {pool_tokens} tokens"
         self.limits = limits
-        self.group = Group(pages, limits)
+        self.groups = tuple(Group(pages, limits, index) for index, pages in enumerate(tables))
         self.lengths = LengthEstimator(min(512, limits.max_model_len))
         self.pace: Pace | None = None  # None: prompts take what a step has left
         self.relief = Relief(limits)
+        self.is_short = False  # a sequence had no page to grow into, and none was taken
         self.preemptions = 0
         self.admitted_prompt_tokens = 0
         self.admitted_cached_tokens = 0
         self._waiting: deque[Sequence] = deque()
         self._preempted: deque[Sequence] = deque()  # oldest first
         self._arrivals = 0
-        self._is_full = False  # nothing was freed since an admission failed for lack of pages
 
     @property
     def num_running(self) -> int:
-        return len(self.group.running)
+        return sum(len(group.running) for group in self.groups)
 
     @property
     def num_waiting(self) -> int:
@@ -57,16 +73,19 @@ class Scheduler:
         """Prompts worth adding now: a short queue, and what could be admitted as long as pages
         last.
         """
-        is_open = not self._is_full and not self._preempted
-        places = max(0, self.relief.most_seqs - self.num_running) if is_open else 0
-        return max(0, places + max(2, self.limits.max_num_seqs // 8) - len(self._waiting))
+        open_groups = [] if self._preempted else [each for each in self.groups if not each.is_full]
+        most = self.relief.most_seqs
+        places = sum(max(0, most - len(group.running)) for group in open_groups)
+        spare = max(2, self.limits.max_num_seqs * len(self.groups) // 8)
+        return max(0, places + spare - len(self._waiting))
 
     def look_ahead(self, source: object) -> None:
         """Lets the pages that the source's prompts will want outlast others, if it can tell."""
-        pages = self.group.pages
-        pages.future = None
+        future = None
         if self.limits.prefix_caching and isinstance(source, ForesightSource):
-            pages.future = source.foresee(pages.page_tokens)
+            future = source.foresee(self.groups[0].pages.page_tokens)
+        for group in self.groups:
+            group.pages.future = future
 
     def add(self, prompt: Prompt) -> Completion | None:
         """Queues a prompt; a completion if it can never run or has nothing to generate."""
@@ -87,30 +106,41 @@ class Scheduler:
         self._waiting.append(sequence)
         return None
 
-    def schedule(self) -> list[Chunk]:
-        """The chunks of the next step; empty only when nothing is running or waiting."""
+    def schedule(self, *, may_preempt: bool = True) -> list[Chunk]:
+        """The chunks of the next step, group by group; empty only when nothing is running or
+        waiting, or when not `may_preempt`: sequences without a page to grow into then wait."""
+        rooms = [self._go_on(group, may_preempt) for group in self.groups]
+        self._admit(rooms)
+        if len(rooms) == 1:
+            return rooms[0].chunks
+        return [chunk for room in rooms for chunk in room.chunks]
+
+    def _go_on(self, group: Group, may_preempt: bool) -> _Room:
+        """With the sequences that run already."""
         budget_tokens = self.relief.most_tokens
         chunks: list[Chunk] = []
         place = 0
-        while place < len(self.group.running) and len(chunks) < budget_tokens:
-            sequence = self.group.running[place]
+        while place < len(group.running) and len(chunks) < budget_tokens:
+            sequence = group.running[place]
             if sequence.wanted == 1:
-                if not self._make_room(sequence):
+                if not may_preempt and not group.grow(sequence):
+                    self.is_short = True
+                    break
+                if not self._make_room(group, sequence):
                     break
                 chunks.append(Chunk(sequence, sequence.computed, 1, True))
             place += 1
-        left = min(budget_tokens - len(chunks), self._prompt_tokens(chunks))
-        for sequence in self.group.running:
-            if sequence.wanted > 1 and left > 0:
-                left -= self._cut(sequence, left, chunks)
-        if left > 0:
-            self._admit(left, chunks)
-        return chunks
+        left = min(budget_tokens - len(chunks), self._prompt_tokens(group, chunks))
+        room = _Room(group, chunks, left)
+        for sequence in group.running:
+            if sequence.wanted > 1 and room.left_tokens > 0:
+                self._cut(sequence, room)
+        return room
 
     def computed(self, chunks: Iterable[Chunk]) -> None:
         """Notes that the forward pass over `chunks` is done."""
         for chunk in chunks:
-            self.group.computed(chunk)
+            self.groups[chunk.sequence.group].computed(chunk)
 
     def step_down(self, chunks: Items[Chunk], *, has_state: bool) -> bool:
         """After a step that ran out of memory: the next ones are half as large, and the youngest
@@ -122,56 +152,61 @@ class Scheduler:
         if not self.relief.step_down(len(chunks), num_tokens, self.num_running):
             return False
         staying = 0 if has_state else self.relief.most_seqs
-        for sequence in reversed(self.group.running[staying:]):
-            self._preempt(sequence)
-        if has_state:
-            self.group.lanes.forget_all()
-        self._is_full = False
+        for group in self.groups:
+            for sequence in reversed(group.running[staying:]):
+                self._preempt(sequence)
+            if has_state:
+                group.lanes.forget_all()
+            group.is_full = False
         return True
 
     def finish(self, sequence: Sequence) -> None:
         """Frees a finished sequence; whole pages of its prompt stay for later prompts."""
         self.lengths.observe(sequence)
-        keep = sequence.prompt_tokens // self.group.pages.page_tokens
-        self.group.drop(sequence, keep_pages=keep)
-        self._is_full = False
+        sequence.is_over = True
+        group = self.groups[sequence.group]
+        group.drop(sequence, keep_pages=sequence.prompt_tokens // group.pages.page_tokens)
+        group.is_full = False
 
     def fail(self, sequence: Sequence) -> list[int]:
         """Frees a sequence whose rows are bad; no page of it is found again. Returns the blank
         pages.
         """
-        self.group.pages.withdraw(sequence.pages.view.tolist())
-        self.group.lanes.forget(sequence.hashes)
-        self._is_full = False
-        return self.group.drop(sequence, keep_pages=0)
+        sequence.is_over = True
+        group = self.groups[sequence.group]
+        group.pages.withdraw(sequence.pages.view.tolist())
+        group.lanes.forget(sequence.hashes)
+        group.is_full = False
+        return group.drop(sequence, keep_pages=0)
 
     def abort(self) -> None:
         """Forgets every sequence."""
-        for sequence in list(self.group.running):
-            self.group.drop(sequence, keep_pages=sequence.published)
+        for group in self.groups:
+            for sequence in list(group.running):
+                group.drop(sequence, keep_pages=sequence.published)
+            group.is_full = False
         self._waiting.clear()
         self._preempted.clear()
-        self._is_full = False
 
-    def _prompt_tokens(self, decodes: list[Chunk]) -> int:
+    def _prompt_tokens(self, group: Group, decodes: list[Chunk]) -> int:
         """What prompts may take of a step with these completions."""
         if self.pace is None:
             return self.relief.most_tokens
         context = sum(chunk.start for chunk in decodes) + len(decodes)
-        held = self.group.pages.used_pages * self.group.pages.page_tokens
+        held = group.pages.used_pages * group.pages.page_tokens
         return self.pace.prompt_tokens(len(decodes), context, min(context, held))
 
-    def _cut(self, sequence: Sequence, left: int, chunks: list[Chunk]) -> int:
-        count = self.group.up_to_border(sequence, min(sequence.wanted, left))
-        chunks.append(Chunk(sequence, sequence.computed, count, count == sequence.wanted))
-        return count
+    def _cut(self, sequence: Sequence, room: _Room) -> None:
+        count = room.group.up_to_border(sequence, min(sequence.wanted, room.left_tokens))
+        room.chunks.append(Chunk(sequence, sequence.computed, count, count == sequence.wanted))
+        room.left_tokens -= count
 
-    def _make_room(self, sequence: Sequence) -> bool:
+    def _make_room(self, group: Group, sequence: Sequence) -> bool:
         """Grows the sequence by preempting younger ones; False when it was the youngest and went
         itself.
         """
-        while not self.group.grow(sequence):
-            youngest = self.group.running[-1]
+        while not group.grow(sequence):
+            youngest = group.running[-1]
             self._preempt(youngest)
             if youngest is sequence:
                 return False
@@ -179,62 +214,86 @@ class Scheduler:
 
     def _preempt(self, sequence: Sequence) -> None:
         self.preemptions += 1
-        self.group.drop(sequence, keep_pages=sequence.published)
+        self.groups[sequence.group].drop(sequence, keep_pages=sequence.published)
         place = 0
         while place < len(self._preempted) and self._preempted[place].arrival < sequence.arrival:
             place += 1
         self._preempted.insert(place, sequence)
 
-    def _admit(self, left: int, chunks: list[Chunk]) -> None:
+    def _admit(self, rooms: list[_Room]) -> None:
         """Preempted sequences first, then waiting ones in order, while tokens, places and pages
         last.
         """
-        if self._is_full or not (self._preempted or self._waiting):
-            return
-        if self.num_running >= self.relief.most_seqs:
-            return
-        pages = self.group.pages
-        forecast = Forecast(
-            self.group.running,
-            self.lengths,
-            used_pages=pages.used_pages,
-            page_tokens=pages.page_tokens,
-            most_tokens=self._most_tokens(),
-        )
         for queue in (self._preempted, self._waiting):
             for sequence in list(queue):
-                if left == 0 or self.num_running >= self.relief.most_seqs:
+                rooms = [room for room in rooms if self._is_open(room)]
+                if not rooms:
                     return
-                hits = self.group.hits(sequence)
-                if self.group.waits_for_prefix(sequence, len(hits)):
-                    continue
-                if not self._fits(sequence, hits, forecast):
-                    self._is_full = True
-                    return
-                queue.remove(sequence)
-                self._enter(sequence, hits, forecast.growth_pages(sequence))
-                left -= self._cut(sequence, left, chunks)
+                for room, hits in _by_load(sequence, rooms):
+                    if room.group.waits_for_prefix(sequence, len(hits)):
+                        break
+                    if self._fits(sequence, hits, room):
+                        queue.remove(sequence)
+                        self._enter(sequence, hits, room)
+                        break
+                    room.group.is_full = True
 
-    def _most_tokens(self) -> int:
-        """That any sequence may still generate."""
-        every = (*self.group.running, *self._preempted, *self._waiting)
-        return max(sequence.max_total - sequence.num_tokens for sequence in every)
+    def _is_open(self, room: _Room) -> bool:
+        has_place = len(room.group.running) < self.relief.most_seqs
+        return room.left_tokens > 0 and has_place and not room.group.is_full
 
-    def _fits(self, sequence: Sequence, hits: list[int], forecast: Forecast) -> bool:
-        pages = self.group.pages
-        new_pages = -(-sequence.num_tokens // pages.page_tokens) - len(hits)
+    def _forecast(self, room: _Room) -> Forecast:
+        """Made once a step, if at all; it follows the admissions."""
+        if room.forecast is None:
+            group = room.group
+            every = (*group.running, *self._preempted, *self._waiting)
+            room.forecast = Forecast(
+                group.running,
+                self.lengths,
+                used_pages=group.pages.used_pages,
+                page_tokens=group.pages.page_tokens,
+                most_tokens=max(each.max_total - each.num_tokens for each in every),
+            )
+        return room.forecast
+
+    def _fits(self, sequence: Sequence, hits: list[int], room: _Room) -> bool:
+        pages, forecast = room.group.pages, self._forecast(room)
+        new_pages = _new_pages(sequence, hits, pages)
         reused_idle = pages.idle_among(hits)
         if new_pages + reused_idle > pages.available_pages:
             return False
         peak_pages = forecast.peak_pages(sequence, new_pages, reused_idle)
-        if self.group.running and peak_pages > pages.num_pages:
+        if room.group.running and peak_pages > pages.num_pages:
             return False
         forecast.add(sequence, new_pages, reused_idle)
         return True
 
-    def _enter(self, sequence: Sequence, hits: list[int], room_pages: int) -> None:
+    def _enter(self, sequence: Sequence, hits: list[int], room: _Room) -> None:
         is_first = sequence.cached_tokens is None
-        self.group.admit(sequence, hits, room_pages)
+        room.group.admit(sequence, hits, self._forecast(room).growth_pages(sequence))
         if is_first:
             self.admitted_prompt_tokens += sequence.prompt_tokens
             self.admitted_cached_tokens += sequence.cached_tokens or 0
+        self._cut(sequence, room)
+
+
+def _new_pages(sequence: Sequence, hits: list[int], pages: PageTable) -> int:
+    """That the sequence takes besides those it finds."""
+    return -(-sequence.num_tokens // pages.page_tokens) - len(hits)
+
+
+def _by_load(sequence: Sequence, rooms: list[_Room]) -> list[tuple[_Room, list[int]]]:
+    """The groups that a sequence may join, with what it finds there: first the one that will have
+    the fewest pages in use.
+    """
+    found = [(room, room.group.hits(sequence)) for room in rooms]
+    if len(found) > 1:
+        found.sort(key=lambda each: _load(sequence, *each))
+    return found
+
+
+def _load(sequence: Sequence, room: _Room, hits: list[int]) -> tuple[int, int]:
+    """Pages in use with the sequence, then sequences."""
+    pages = room.group.pages
+    idle = pages.idle_among(hits)
+    return pages.used_pages + idle + _new_pages(sequence, hits, pages), len(room.group.running)

@@ -75,6 +75,7 @@ class Sequence:
         self.max_total = min(self.prompt_tokens + most, max_model_len)
         self.computed = 0
         self.pages: GrowingIds[np.int64] = GrowingIds((), np.int64)
+        self.group = 0  # while it runs: the attention group that it is in
         self.lane = 0  # while it runs: no other running sequence has it
         self.hashes: list[PageHash] = []
         self.published = 0  # leading pages already offered for sharing
@@ -83,6 +84,8 @@ class Sequence:
         self.forced_at: int | None = None
         self.trimmed_bytes = 0  # of the last token, that belong to a stop string
         self.first_token_at_s: float | None = None
+        self.is_ahead = False  # its last token is drawn, but not known here: a 0 stands for it
+        self.is_over = False
         budget: Budget | None = params.budget
         self.budget = None if budget is None else BudgetWatch(budget)
         self.extras = Extras(prompt) if params.has_extras else None
@@ -102,6 +105,28 @@ class Sequence:
         """Whether rows of the prompt are still wanted for their logits."""
         scores = None if self.extras is None else self.extras.prompt_scores
         return scores is not None and not scores.is_complete
+
+    @property
+    def can_run_ahead(self) -> bool:
+        """Whether the step after the next token needs no more than the device knows."""
+        if self.extras is not None or self.prompt.params.repetition_penalty != 1.0:
+            return False
+        is_last = self.num_tokens + 1 >= self.max_total
+        return not is_last and (self.budget is None or self.budget.is_free_after_next)
+
+    def run_ahead(self) -> None:
+        """Counts the token that is being drawn."""
+        self.tokens.append(0)
+        self.num_tokens += 1
+        self.num_generated += 1
+        self.is_ahead = True
+
+    def take_back(self) -> None:
+        """Before that token is pushed."""
+        self.num_tokens -= 1
+        self.num_generated -= 1
+        self.tokens.truncate(self.num_tokens)
+        self.is_ahead = False
 
     def forced_token(self) -> int | None:
         """The token that the reasoning budget dictates next, if any."""
@@ -177,6 +202,17 @@ class Sequence:
             logprobs=None if scores is None else scores.result(self.num_generated),
             prompt_logprobs=None if prompt_scores is None else prompt_scores.result(),
             first_token_at_s=self.first_token_at_s,
+        )
+
+    def not_finite(self) -> str:
+        """What to say where the logits were not."""
+        scores = None if self.extras is None else self.extras.prompt_scores
+        position = None if scores is None else scores.bad_position
+        count = self.num_tokens if position is None else position
+        return (
+            f"row {self.prompt.row_id}: the model gave logits that are not finite after {count} "
+            f"tokens ({self.prompt_tokens} of them the prompt's), at position {count}; try "
+            "model.dtype: float32"
         )
 
     def failure(self, error: str) -> Completion:

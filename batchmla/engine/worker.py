@@ -103,7 +103,7 @@ def _work(plan: RankPlan, store_path: Path, pipe: Pipe) -> NoReturn:
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
-            raise out_of_memory(len(work.tables.tokens_T)) from error
+            raise out_of_memory(work.num_tokens) from error
 
 
 def _in_background(work: Callable[[], None]) -> None:

@@ -75,6 +75,17 @@ class Block:
             yield from _walk(value, f"{prefix}{name}")
 
 
+def walk(root: object) -> Iterator[Block]:
+    """`root`, if it is a block, and all blocks inside, in the order of their attributes."""
+    if isinstance(root, Block):
+        yield root
+        for value in vars(root).values():
+            yield from walk(value)
+    elif isinstance(root, tuple):
+        for item in root:
+            yield from walk(item)
+
+
 def _walk(value: object, name: str) -> Iterator[tuple[str, Weight]]:
     if isinstance(value, Weight):
         yield name, value

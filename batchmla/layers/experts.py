@@ -7,7 +7,7 @@ sends rows only to those with its own place in the other groups: together they r
 what is left to add up lies within the group, where the layer sums anyway.
 """
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -26,10 +26,17 @@ class ExpertsCall(Protocol):
     ) -> torch.Tensor: ...
 
 
+@runtime_checkable
+class Serving(Protocol):
+    """A layer with spread experts: in steps in which this rank has no tokens it serves others."""
+
+    def serve(self, dtype: torch.dtype, device: torch.device) -> None: ...
+
+
 class SpreadExperts(Block):
     """Σ weight · expert(x), as far as this rank and those with its place in other groups hold it.
 
-    With several attention groups every rank must call `forward` or `serve` the same number of
+    With several attention groups every rank must call `forward` or `serve_with` the same number of
     times, in the same order.
     """
 
@@ -71,7 +78,7 @@ class SpreadExperts(Block):
             return self._exchange_choices(run, x_TM, weights_TA, ids_TA)
         return self._exchange(run, x_TM, weights_TA, ids_TA)
 
-    def serve(self, run: ExpertsCall, dtype: torch.dtype, device: torch.device) -> None:
+    def serve_with(self, run: ExpertsCall, dtype: torch.dtype, device: torch.device) -> None:
         """For other groups alone, in a step in which this rank's has no tokens."""
         if self._par.placement.attention_data > 1:
             active = 1 if self._par.is_ordered else self._active

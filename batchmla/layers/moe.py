@@ -68,8 +68,8 @@ class Moe(Block):
         return self._par.sum(out_TM)
 
     def serve(self, dtype: torch.dtype, device: torch.device) -> None:
-        """See `SpreadExperts`."""
-        self.spread.serve(self._run, dtype, device)
+        """See `Serving`."""
+        self.spread.serve_with(self._run, dtype, device)
 
     def _run(
         self, x_TM: torch.Tensor, weights_TA: torch.Tensor, ids_TA: torch.Tensor

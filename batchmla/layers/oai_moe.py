@@ -77,8 +77,8 @@ class OaiMoe(Block):
         return self._par.sum(out_TM + self.shared.forward(x_TM))
 
     def serve(self, dtype: torch.dtype, device: torch.device) -> None:
-        """See `SpreadExperts`."""
-        self.spread.serve(self._run, dtype, device)
+        """See `Serving`."""
+        self.spread.serve_with(self._run, dtype, device)
 
     def _run(
         self, x_TM: torch.Tensor, weights_TA: torch.Tensor, ids_TA: torch.Tensor

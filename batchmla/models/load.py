@@ -23,7 +23,7 @@ from batchmla.weights.integrity import check_tied, survey
 from batchmla.weights.load import fill_random, load, log_skipped
 from batchmla.weights.quant import expected_schemes
 from batchmla.weights.quant_config import Quantisation, read_quantisation
-from batchmla.weights.rules import Rule, Skip
+from batchmla.weights.rules import Rule, Skip, refuse_dealing
 
 logger = logging.getLogger(__name__)
 
@@ -44,25 +44,31 @@ def load_model(
     read. Quantised weights are expanded to `dtype` unless it `keeps_quantised`."""
     family = get_family(raw_config)
     config, said = family.Config.from_hf(raw_config), read_quantisation(raw_config)
-    start_s = time.monotonic()
+    start_s, read_bytes = time.monotonic(), 0
+    rules = family.rules(config)
+    refuse_dealing(rules, placement)
     model = family.build(config, par, ops)
     assert isinstance(model, Block), f"{type(model)} has no weights"
-    rules = family.rules(config)
     if load_format == "dummy":
         kept = said if keeps_quantised else None
         schemes = _expected_schemes(model, rules, placement, kept, dtype)
         fill_random(model, ops, dtype, device, schemes)
     elif load_format == "safetensors":
         checkpoint = _open_whole(folder, family, rules, placement, said)
+        checked_bytes = checkpoint.read_bytes
         load(
             model, checkpoint, rules, placement, ops, dtype, device, said,
             keeps_quantised=keeps_quantised,
         )  # fmt: skip
+        read_bytes = checkpoint.read_bytes - checked_bytes
     else:
         raise JobError(
             f"model.load_format {load_format!r} is not known; known are safetensors, dummy"
         )
-    logger.info("weights of %s loaded in %.1f s", folder, time.monotonic() - start_s)
+    logger.info(
+        "weights of %s loaded in %.1f s, %d bytes read",
+        folder, time.monotonic() - start_s, read_bytes,
+    )  # fmt: skip
     return model
 
 
@@ -136,6 +142,7 @@ def count_model(
     """Parameters and weight bytes of one rank, from the config alone."""
     family = get_family(raw_config)
     config = family.Config.from_hf(raw_config)
+    refuse_dealing(family.rules(config), placement)
     model = family.build(config, Par(placement), ops)
     assert isinstance(model, Block), f"{type(model)} has no weights"
     said = read_quantisation(raw_config) if keeps_quantised else None

@@ -32,6 +32,7 @@ class Checkpoint:
         self.entries = entries
         self.lost = lost
         self.damaged = damaged
+        self.read_bytes = 0  # of tensors and parts of them, so far
         self._open: dict[Path, Any] = {}
         self._in_file: Mapping[str, str] = {}  # what files call tensors that have another name here
 
@@ -95,9 +96,10 @@ class Checkpoint:
         if entry.file not in self._open:
             self._open[entry.file] = safe_open(entry.file, framework="pt")
         if not slices:
-            scalar: torch.Tensor = self._open[entry.file].get_tensor(name)
-            return scalar
-        part: torch.Tensor = self._open[entry.file].get_slice(name)[slices]
+            part: torch.Tensor = self._open[entry.file].get_tensor(name)
+        else:
+            part = self._open[entry.file].get_slice(name)[slices]
+        self.read_bytes += part.nbytes
         return part
 
     def release(self, file: Path) -> None:

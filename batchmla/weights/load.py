@@ -2,6 +2,7 @@
 
 import hashlib
 import logging
+import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -24,6 +25,7 @@ logger = logging.getLogger(__name__)
 
 INTEGERS = ("I64", "I32")
 HEAD = "head.weight"  # the target of an output head of its own
+LOG_EVERY_S = 5.0  # while weights are read
 
 
 def check(
@@ -117,6 +119,7 @@ def load(
     quantisation: Quantisation | None = None,
     *,
     keeps_quantised: bool = False,
+    log_every_s: float = LOG_EVERY_S,
 ) -> None:
     """Reads this rank's slices, weight by weight in the files' order; `check` must have passed.
 
@@ -134,6 +137,7 @@ def load(
         if keeps_quantised and is_kept(weights[target])
     }
     unread = Counter(file for pieces in by_target.values() for file in source.files(pieces))
+    progress = _Progress(by_target, log_every_s)
     for target in sorted(by_target, key=lambda target: source.place(by_target[target][0])):
         weight, pieces, scheme = weights[target], by_target[target], schemes.get(target)
         if scheme is None:
@@ -144,10 +148,39 @@ def load(
             unread[file] -= 1
             if not unread[file]:
                 checkpoint.release(file)
+        progress.filled(target)
     checkpoint.close()
     fill_tied(weights.values(), ops)
     empty = [name for name, weight in weights.items() if not weight.is_filled]
     assert not empty, f"no rule fills {empty}"
+
+
+class _Progress:
+    """Says now and then how many layers are there."""
+
+    def __init__(self, targets: Iterable[str], log_every_s: float) -> None:
+        self._missing = Counter(layer for each in targets if (layer := _layer(each)))
+        self._num_layers = len(self._missing)
+        self._log_every_s = log_every_s
+        self._logged_s = time.monotonic()
+
+    def filled(self, target: str) -> None:
+        """One weight more."""
+        layer = _layer(target)
+        if layer is None:
+            return
+        self._missing[layer] -= 1
+        now_s = time.monotonic()
+        if not self._missing[layer] and now_s - self._logged_s >= self._log_every_s:
+            done = sum(not count for count in self._missing.values())
+            logger.info("loading %d/%d layers", done, self._num_layers)
+            self._logged_s = now_s
+
+
+def _layer(target: str) -> str | None:
+    """The index in layers.3.ffn.experts_up; None outside layers."""
+    first, _, rest = target.partition(".")
+    return rest.partition(".")[0] if first == "layers" else None
 
 
 class _Source:

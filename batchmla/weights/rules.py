@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from batchmla.errors import JobError
 from batchmla.placement import Placement
 
 
@@ -94,6 +95,16 @@ def refuse_cuts(rules: Sequence[Rule | Skip], placement: Placement) -> None:
             _slices(rule, placement)
             if rule.has_experts:
                 placement.local_experts(rule.num_experts)
+
+
+def refuse_dealing(rules: Sequence[Rule | Skip], placement: Placement) -> None:
+    """A `JobError` where experts should be dealt to ranks and there are none."""
+    has_experts = any(isinstance(rule, Rule) and rule.has_experts for rule in rules)
+    if placement.expert > 1 and not has_experts:
+        raise JobError(
+            f"model.parallel.expert is {placement.expert}, but the model has no experts; set it to "
+            "1"
+        )
 
 
 def _slices(rule: Rule, placement: Placement) -> tuple[slice, ...]:

@@ -105,7 +105,7 @@ def preempt_often(engine: EngineCore) -> None:
 
     def schedule() -> list[Chunk]:
         if next(steps) % 3 == 0 and scheduler.num_running > 1:
-            scheduler._preempt(scheduler.group.running[-1])
+            scheduler._preempt(scheduler.groups[0].running[-1])
         return plain_schedule()
 
     scheduler.schedule = schedule  # type: ignore[method-assign]

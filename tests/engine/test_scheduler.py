@@ -59,6 +59,52 @@ def test_random_load_keeps_every_page_and_ends_every_sequence(
         assert (stats.cached_tokens > 0) == prefix_caching
 
 
+@pytest.mark.parametrize(("seed", "snapshot_lanes"), [(0, 0), (1, 0), (2, 2), (3, 4)])
+def test_random_load_on_several_groups_ends_every_sequence(seed: int, snapshot_lanes: int) -> None:
+    """Each group has pages, lanes and places of its own; none is left idle while rows wait."""
+    rng = np.random.default_rng(seed)
+    page_tokens = int(rng.choice([1, 4, 8]))
+    num_groups = int(rng.integers(2, 5))
+    engine = WatchedEngine(
+        num_pages=-(-80 // page_tokens) + int(rng.integers(0, 30)),
+        page_tokens=page_tokens,
+        max_model_len=80,
+        max_num_seqs=int(rng.integers(1, 8)),
+        max_batched_tokens=int(rng.choice([1, 7, 40])),
+        snapshot_lanes=snapshot_lanes,
+        num_groups=num_groups,
+    )
+    prompts = random_prompts(rng, 40, 40)
+    for found in (run(engine, prompts), run(engine, prompts)):
+        for prompt in prompts:
+            want = greedy_ids(prompt.token_ids, prompt.params.max_tokens or 0)
+            assert found[prompt.index].token_ids.tolist() == want
+    engine.check_pool()
+    stats = engine.stats()
+    assert stats.used_pages == 0 and stats.running == 0 and stats.waiting == 0
+    assert stats.total_pages == num_groups * engine._scheduler.groups[0].pages.num_pages
+    assert min(engine.group_steps) > max(engine.group_steps) / 2
+
+
+def test_groups_share_the_load_even_where_all_prompts_begin_alike() -> None:
+    """Each group computes the common prefix once; pages and sequences are dealt evenly."""
+    prefix = list(range(40))
+    prompts = [make_prompt(index, [*prefix, index, 90]) for index in range(24)]
+    engine = WatchedEngine(
+        num_pages=200, max_model_len=80, max_num_seqs=4, max_batched_tokens=200, num_groups=3
+    )
+    scheduler = engine._scheduler
+    for prompt in prompts:
+        assert scheduler.add(prompt) is None
+    for _ in range(3):
+        scheduler.computed(scheduler.schedule())
+    assert [len(group.running) for group in scheduler.groups] == [4, 4, 4]
+    assert scheduler.admitted_cached_tokens == 9 * 40, "once a group"
+    scheduler.abort()
+    found = run(engine, prompts)
+    assert sum(each.cached_tokens > 0 for each in found.values()) >= 21
+
+
 def test_with_lanes_a_prefix_is_found_where_prompts_parted() -> None:
     """The first sequence is stopped where the second is seen to leave it; what comes behind starts
     there, however small the steps."""
@@ -162,12 +208,12 @@ def test_youngest_is_preempted_and_comes_back_before_newer_prompts() -> None:
         for chunk in chunks:
             if chunk.samples:
                 chunk.sequence.push(7, is_forced=False)
-        running.append([s.prompt.index for s in scheduler.group.running])
+        running.append([s.prompt.index for s in scheduler.groups[0].running])
         engine.check_pool()
     assert running[0] == [0, 1, 2] and running[4] == [0, 1, 2]
     assert running[5] == [0, 1] and running[-1] == [0, 1]  # 2 gave its pages to the older ones
     scheduler.add(make_prompt(3, [9], params))
-    for sequence in list(scheduler.group.running):
+    for sequence in list(scheduler.groups[0].running):
         scheduler.finish(sequence)
     (first, *_) = scheduler.schedule()
     assert first.sequence.prompt.index == 2

@@ -235,8 +235,7 @@ def test_all_faults_come_at_once_in_the_order_of_the_file(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     "override",
     [
-        "model.path=s3://bucket/model", "model.parallel=auto",
-        "model.parallel.expert=8", "model.parallel.attention_data=2",
+        "model.path=s3://bucket/model",
         "model.speculative=mtp",
         "output.path=hf://someone/out",
     ],
@@ -257,7 +256,8 @@ def test_the_table_of_refusals_names_only_known_keys() -> None:
 @pytest.mark.parametrize(
     "override",
     [
-        "model.parallel={tensor: 1, expert: 1, attention_data: 1}", "executor.replicas=1",
+        "model.parallel={tensor: 1, expert: 8, attention_data: 8}", "model.parallel=auto",
+        "executor.replicas=1",
         "executor.address=auto", "sampling.n=1", "sampling.stop=[]", "sampling.logit_bias={}",
         "sampling.frequency_penalty=0", "sampling.structured=null", "engine.deterministic=true",
         "reasoning.loop_guard=null", "executor={kind: local, replicas: 1, address: auto}",

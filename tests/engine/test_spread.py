@@ -1,0 +1,263 @@
+"""Experts dealt to ranks, and attention groups with sequences of their own, through the whole
+engine: the logits of one rank.
+"""
+
+import logging
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from logits import watch_logits
+from safetensors import safe_open
+from tiny import write_tiny
+
+from batchmla.core import Completion, EngineOptions, Prompt, SamplingParams
+from batchmla.engine.engine import EngineCore, load_engine, plan_engine, read_config
+from batchmla.engine.exchange import exchange_of
+from batchmla.engine.expert_load import expert_load
+from batchmla.engine.hardware import detect
+from batchmla.engine.source import ListSource
+from batchmla.errors import DeviceError, JobError
+from batchmla.kernels import load
+from batchmla.layers.block import walk
+from batchmla.layers.experts import SpreadExperts, row_bytes
+
+Logits = dict[tuple[int, int], torch.Tensor]
+Sizes = tuple[int, int, int]
+"""tensor, expert, attention_data"""
+
+
+def make_prompts(num: int = 7, max_tokens: int = 6) -> list[Prompt]:
+    """Longer than a step takes, and with a common beginning."""
+    rng = np.random.default_rng(5)
+    params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
+    prefix = rng.integers(2, 256, 36)
+    return [
+        Prompt(
+            row_id=str(i), index=i, sample=0, params=params, stream_key=i,
+            token_ids=np.concatenate((prefix[: 36 * (i % 2)], rng.integers(2, 256, length)))
+            .astype(np.int32),
+        )
+        for i, length in enumerate(rng.integers(1, 60, num))
+    ]  # fmt: skip
+
+
+def open_engine(folder: Path, sizes: Sizes, **changes: object) -> EngineCore:
+    tensor, expert, attention_data = sizes
+    options = {"max_batched_tokens": 40, "block_size": 16, "max_model_len": 256} | changes
+    return load_engine(
+        EngineOptions(
+            model=str(folder), device="cpu", dtype="float32", tensor_parallel=tensor,
+            expert_parallel=expert, attention_data=attention_data, **options,  # type: ignore
+        )
+    )  # fmt: skip
+
+
+def run(engine: EngineCore, prompts: list[Prompt]) -> tuple[dict[int, Completion], Logits]:
+    logits = watch_logits(engine)
+    found = {each.index: each for each in engine.generate(ListSource(prompts))}
+    return found, logits
+
+
+@pytest.mark.parametrize(
+    ("name", "spread"),
+    [
+        ("v3", [(2, 2, 1), (1, 2, 2), (2, 4, 2), (1, 1, 2), (2, 2, 2)]),
+        ("v32", [(2, 2, 1), (1, 2, 2)]),
+        ("v4", [(2, 2, 1), (1, 2, 2), (2, 4, 2)]),
+        ("qwen3_moe", [(2, 2, 1), (1, 2, 2), (2, 4, 2)]),
+        ("minimax_m2", [(2, 2, 1), (1, 2, 2), (2, 4, 2)]),
+        ("minimax_m3", [(1, 2, 2)]),
+        ("kimi_linear", [(1, 2, 2)]),
+        ("llama", [(1, 1, 2)]),
+    ],
+)  # fmt: skip
+def test_spread_ranks_give_the_logits_of_one(
+    tmp_path: Path, name: str, spread: list[Sizes]
+) -> None:
+    write_tiny(tmp_path, name)
+    prompts = make_prompts()
+    alone_engine = open_engine(tmp_path, (1, 1, 1))
+    alone, alone_logits = run(alone_engine, prompts)
+    alone_engine.close()
+    for sizes in spread:
+        engine = open_engine(tmp_path, sizes, max_num_seqs=3)
+        found, logits = run(engine, prompts)
+        engine.close()
+        assert {i: each.token_ids.tolist() for i, each in found.items()} == {
+            i: each.token_ids.tolist() for i, each in alone.items()
+        }
+        assert logits.keys() == alone_logits.keys()
+        for place, expected_V in alone_logits.items():
+            torch.testing.assert_close(
+                logits[place], expected_V, rtol=1e-4, atol=1e-4,
+                msg=lambda text, where=(sizes, place): f"{where}: {text}",
+            )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["v3", "v4"])
+def test_exact_mode_gives_the_bits_of_one_rank(tmp_path: Path, name: str) -> None:
+    """Choices come back one by one and are summed as one rank sums them."""
+    write_tiny(tmp_path, name)
+    prompts = make_prompts(6, 5)
+    found = []
+    for sizes in ((1, 1, 1), (1, 2, 2)):
+        engine = open_engine(tmp_path, sizes, deterministic=True)
+        completions, logits = run(engine, prompts)
+        engine.close()
+        found.append(({i: c.token_ids.tolist() for i, c in completions.items()}, logits))
+    (ids, logits), (spread_ids, spread_logits) = found
+    assert spread_ids == ids
+    assert spread_logits.keys() == logits.keys()
+    for place, expected_V in logits.items():
+        assert torch.equal(spread_logits[place], expected_V), place
+
+
+@pytest.mark.parametrize("sizes", [(2, 2, 1), (1, 2, 2), (2, 2, 2)])
+def test_collectives_are_those_that_plan_counts(tmp_path: Path, sizes: Sizes) -> None:
+    """By kind, with the bytes of what rank 0 gives; rows for other groups follow the router."""
+    write_tiny(tmp_path, "v3")
+    raw = read_config(tmp_path)
+    engine = open_engine(tmp_path, sizes)
+    forward = engine._runner._forward
+    par, placement = forward._par, forward._par.placement
+    spread = [each for each in walk(forward._model) if isinstance(each, SpreadExperts)]
+    steps: list[tuple[int, int]] = []  # tokens and sampled rows of rank 0's group
+    plain_run = forward.run
+
+    def count(work):  # type: ignore[no-untyped-def]
+        tables = work.groups[0].tables
+        if tables is not None:
+            steps.append((len(tables.tokens_T), len(tables.logits_rows_N)))
+        return plain_run(work)
+
+    forward.run = count  # type: ignore[method-assign]
+    # both groups always have work: the counts are then those of a step with tokens
+    prompts = make_prompts(4 * placement.attention_data, 4)[: 2 * placement.attention_data]
+    run(engine, prompts)
+    engine.close()
+    tokens, sampled = map(sum, zip(*steps, strict=True))
+    logits_calls = sum(rows > 0 for _, rows in steps)
+    exchange = exchange_of(raw, load("cpu"), itemsize=4)
+    layers, routed = exchange.num_layers, exchange.num_expert_layers
+    assert (layers, routed) == (3, len(spread))
+    tensor, _, groups = sizes
+    calls = {kind: traffic.calls for kind, traffic in par.traffic.items()}
+    expected = {}
+    if tensor > 1:
+        expected |= {"sum": (2 * layers + 1) * len(steps), "gather": logits_calls}
+        assert par.traffic["sum"].nbytes == (2 * layers + 1) * tokens * exchange.row_bytes
+        assert par.traffic["gather"].nbytes == sampled * exchange.vocab_size // tensor * 4
+    if groups > 1:
+        num_steps = calls["counts"] // routed  # those too in which it only served
+        assert num_steps >= len(steps)
+        expected |= {"counts": routed * num_steps, "rows": 2 * routed * num_steps}
+    assert calls == expected
+    if tensor > 1 and groups > 1 and logits_calls == len(steps) == calls["counts"] // routed:
+        assert sum(calls.values()) == exchange.calls(placement) * len(steps)
+
+
+def test_rows_to_other_groups_are_those_that_their_experts_were_chosen_by(tmp_path: Path) -> None:
+    """With one expert a token the bytes follow from how often each expert was chosen."""
+    write_tiny(tmp_path, "qwen3_moe", num_experts_per_tok=1)
+    engine = open_engine(tmp_path, (1, 2, 2))
+    forward = engine._runner._forward
+    spread = [each for each in walk(forward._model) if isinstance(each, SpreadExperts)]
+    run(engine, make_prompts(4, 3))
+    own = torch.stack([each.chosen for each in spread])
+    away = int(own[:, 4:].sum())  # rank 0 holds the first four of eight
+    all_chosen = torch.tensor(forward.expert_counts)
+    back = int((all_chosen - own)[:, :4].sum())  # of the other group, for rank 0's experts
+    width = read_config(tmp_path)["hidden_size"]
+    sent = away * row_bytes(width, 1, 4) + back * width * 4
+    assert forward._par.traffic["rows"].nbytes == sent
+    stats = engine.stats()
+    engine.close()
+    assert stats.expert_load is not None
+    assert sum(stats.expert_load.holder_tokens) == int(all_chosen.sum())
+    assert int(all_chosen.sum()) == len(spread) * stats.computed_tokens
+
+
+def test_loads_are_told_against_an_equal_share() -> None:
+    load_ = expert_load([[1, 1, 1, 1], [4, 0, 0, 0], [0, 0, 0, 0]], 2)
+    assert load_ is not None
+    assert load_.holder_tokens == (6, 2)
+    assert load_.busiest_holder == pytest.approx((1 + 2) / 2)
+    assert load_.busiest_expert == pytest.approx(4)
+    assert expert_load([[0, 0]], 2) is None and expert_load([], 2) is None
+
+
+def test_a_group_has_the_pool_of_one_rank(tmp_path: Path) -> None:
+    write_tiny(tmp_path, "v3")
+    options = EngineOptions(
+        model=str(tmp_path), device="cpu", dtype="float32", block_size=16, max_model_len=64,
+        max_num_seqs=4, expert_parallel=2, attention_data=2,
+    )  # fmt: skip
+    config = plan_engine(read_config(tmp_path), options, detect("cpu"))
+    assert config.kv_capacity_tokens == 2 * config.num_pages * 16
+    engine = load_engine(options)
+    cache = engine._runner._forward._cache
+    assert config.kv_pool_bytes == sum(part.nbytes for layer in cache for part in layer.values())
+    assert engine.stats().total_pages == 2 * config.num_pages
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [("v3", (2, 1, 1)), ("v3", (2, 2, 1)), ("v3", (1, 2, 2)), ("qwen3_moe", (1, 2, 2))],
+)
+def test_a_rank_reads_and_holds_its_share(tmp_path: Path, name: str, sizes: Sizes) -> None:
+    """Whole tensors once, cut ones by half: of experts with both, of attention with tensor only."""
+    write_tiny(tmp_path, name)
+    whole, cut, tensor = 0, 0, sizes[0]
+    replicated = ("norm", "gate.weight", "e_score", "kv_a_proj", "q_a_proj")
+    with safe_open(tmp_path / "model.safetensors", framework="pt") as file:
+        for key in file.keys():  # noqa: SIM118
+            nbytes = file.get_tensor(key).nbytes
+            is_expert = ".experts." in key
+            is_cut = is_expert or (tensor > 1 and not any(word in key for word in replicated))
+            cut, whole = (cut + nbytes, whole) if is_cut else (cut, whole + nbytes)
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("batchmla")
+    logger.addHandler(handler)
+    level, _ = logger.level, logger.setLevel(logging.INFO)
+    try:
+        engine = open_engine(tmp_path, sizes)
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+    model = engine._runner._forward._model
+    held = sum(weight.numel * 4 for _, weight in model.named_weights() if weight.tied is None)
+    engine.close()
+    told = [line for line in records if "bytes read" in line]
+    assert len(told) == 2 and told[1].startswith("rank 1: ") != told[0].startswith("rank 1: ")
+    expected = whole + cut // 2
+    assert held == expected
+    for line in told:
+        assert f"{expected} bytes read" in line, (line, expected)
+
+
+def test_sizes_that_the_model_does_not_allow_are_refused(tmp_path: Path) -> None:
+    write_tiny(tmp_path, "llama")
+    with pytest.raises(JobError, match=r"model\.parallel\.expert is 2, but the model has no exp"):
+        open_engine(tmp_path, (1, 2, 2))
+    write_tiny(tmp_path, "v3")
+    with pytest.raises(JobError, match="expert is 3; with tensor 2 and attention_data 2"):
+        open_engine(tmp_path, (2, 3, 2))
+
+
+def test_fc_161_a_rank_of_another_group_that_dies_ends_the_run(tmp_path: Path) -> None:
+    write_tiny(tmp_path, "v3")
+    engine = open_engine(tmp_path, (1, 2, 2))
+    completions = engine.generate(ListSource(make_prompts(8, 200)))
+    ranks = engine._runner._followers
+    next(completions, None)
+    (process,) = ranks._processes.values()  # type: ignore[union-attr]
+    process.kill()
+    with pytest.raises(DeviceError, match="rank 1 was ended by SIGKILL"):
+        list(completions)
+    assert not process.is_alive()
+    engine.close()
