@@ -8,31 +8,25 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 
-from batchmla.kernels.groups import Groups, HostInts, Spans
+from batchmla.kernels.groups import Groups, Spans
 from batchmla.kernels.ops import MlaDims, Ops, Packed
 from batchmla.kernels.sparse_ops import ReadRecordOp, Record
-from batchmla.kernels.triton.gqa_decode import SHORT_ROWS, decode_tiling, gqa_decode
-from batchmla.kernels.triton.mla_decode import (
-    NARROW_HEADS,
-    LatentRows,
-    mla_decode,
-    narrow_tiling,
-    wide_tiling,
+from batchmla.kernels.triton.gqa_decode import decode_tiling, gqa_decode
+from batchmla.kernels.triton.latent_rows import LatentRows
+from batchmla.kernels.triton.mla_decode import mla_decode, narrow_tiling, wide_tiling
+from batchmla.kernels.triton.plans import (
+    NO_LIMIT,
+    expanded_chunks,
+    gqa_splits,
+    gqa_tiles,
+    latent_splits,
 )
-from batchmla.kernels.triton.prefill import HeadRows, PrefillTiling, prefill, prefill_tiling
-from batchmla.kernels.triton.spans import (
-    DeviceTables,
-    numbered,
-    plan_splits,
-    plan_tiles,
-)
+from batchmla.kernels.triton.prefill import HeadRows, prefill, prefill_tiling
 
 LOG2_E = math.log2(math.e)
-NO_LIMIT = 2**31 - 1  # keys: beyond every sequence
 EXPANDED_BYTES = 2**28  # of keys and values that are made from latents at a time
 
 
@@ -59,15 +53,6 @@ class Limits:
 
     split_tokens: int | None = None  # None: the tiling's
     expanded_bytes: int = EXPANDED_BYTES
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Chunk:
-    """Pages whose keys are expanded together, and the tables of the sequences that have some."""
-
-    pages_U: torch.Tensor
-    tables: DeviceTables
-    keys: tuple[int, int]
 
 
 class Attention:
@@ -111,26 +96,15 @@ class Attention:
             for is_single in (True, False):
                 split = decode_tiling(group, width, itemsize, is_single=is_single)
                 split = replace(split, split_tokens=self._split(split.split_tokens))
-                tables = spans.kept.get(
-                    ("gqa", group, is_single, split, q_THD.device),
-                    lambda spans=spans, split=split, is_single=is_single: _split_tables(
-                        spans, _of_gqa(spans, group, is_single=is_single), spans.first_row_G,
-                        (group, split.rows, split.split_tokens), q_THD.device,
-                    ),
-                )  # fmt: skip
+                tables = gqa_splits(spans, group, split, q_THD.device, is_single=is_single)
+                boxes = _boxes(key_PBW, value_PBW, width, split.keys) if device.has_tma else None
                 gqa_decode(
                     q_THD, key, value, tables, out_THD, scale * LOG2_E, split,
-                    key_heads=key_heads, page_tokens=spans.page_tokens,
-                    boxes=_boxes(key_PBW, value_PBW, width, split.keys) if device.has_tma else None,
+                    key_heads=key_heads, page_tokens=spans.page_tokens, boxes=boxes,
                 )  # fmt: skip
-            tables = spans.kept.get(
-                ("gqa", group, tiling, q_THD.device),
-                lambda spans=spans: _tile_tables(
-                    spans, _of_gqa(spans, group, is_single=None), (group, tiling.rows), q_THD.device
-                ),
-            )
             prefill(
-                q_THD, key, value, tables, out_THD, scale * LOG2_E, tiling,
+                q_THD, key, value, gqa_tiles(spans, group, tiling, q_THD.device), out_THD,
+                scale * LOG2_E, tiling,
                 key_heads=key_heads, page_tokens=spans.page_tokens, keys=(0, NO_LIMIT),
             )  # fmt: skip
         return out_THD.flatten(1)
@@ -202,20 +176,13 @@ class Attention:
         """Single queries of few heads by one kernel, the others by another."""
         device = self._device_of(q_NHX.device)
         rows = LatentRows.of(cache_PBW, dims, record, device.codes)
-        first_row_G = spans.first_row_G
-        if is_part:
-            first_row_G = np.cumsum(spans.num_queries_G) - spans.num_queries_G
         for is_narrow in (True, False):
             choose = narrow_tiling if is_narrow else wide_tiling
             tiling = choose(dims.heads, q_NHX.element_size(), has_records=record is not None)
             tiling = replace(tiling, split_tokens=self._split(tiling.split_tokens))
-            tables = spans.kept.get(
-                ("mla", dims.heads, is_part, is_narrow, tiling, q_NHX.device),
-                lambda is_narrow=is_narrow, tiling=tiling: _split_tables(
-                    spans, _of_latents(spans, dims.heads, is_narrow=is_narrow), first_row_G,
-                    (dims.heads, tiling.rows, tiling.split_tokens), q_NHX.device,
-                ),
-            )  # fmt: skip
+            tables = latent_splits(
+                spans, dims.heads, tiling, q_NHX.device, is_narrow=is_narrow, is_part=is_part
+            )
             mla_decode(
                 q_NHX, rows, tables, z_NHC, dims.scale * LOG2_E, tiling,
                 is_narrow=is_narrow, has_tma=device.has_tma,
@@ -239,10 +206,7 @@ class Attention:
         tiling = prefill_tiling(dims.nope + dims.rope, itemsize, has_tma=has_tma)
         page_bytes = spans.page_tokens * dims.heads * step * itemsize
         num_pages = max(1, self._limits.expanded_bytes // page_bytes)
-        chunks: list[_Chunk] = spans.kept.get(
-            ("expanded", tiling, num_pages, q_THD.device),
-            lambda: _chunks(spans, num_pages, tiling, q_THD.device),
-        )
+        chunks = expanded_chunks(spans, num_pages, tiling, q_THD.device)
         state = None
         if len(chunks) > 1:
             state = (
@@ -286,81 +250,6 @@ class Attention:
 def reads_pages(dtype: torch.dtype, widths: object) -> bool:
     """Keys and values of all widths are read where they lie."""
     return True
-
-
-def _of_latents(spans: Spans, heads: int, *, is_narrow: bool) -> HostInts:
-    """The sequences that the narrow kernel serves, or the others."""
-    is_narrow_G = (spans.num_queries_G == 1) & (heads <= NARROW_HEADS)
-    return np.flatnonzero(is_narrow_G == is_narrow)
-
-
-def _of_gqa(spans: Spans, group: int, *, is_single: bool | None) -> HostInts:
-    """The sequences with one query, those with few (False), or with more (None)."""
-    queries_G = spans.num_queries_G
-    is_short_G = queries_G * group <= SHORT_ROWS
-    if is_single is None:
-        return np.flatnonzero((queries_G > 1) & ~is_short_G)
-    return np.flatnonzero(queries_G == 1 if is_single else (queries_G > 1) & is_short_G)
-
-
-def _split_tables(
-    spans: Spans,
-    chosen: HostInts,
-    first_row_G: HostInts,
-    sizes: tuple[int, int, int],
-    device: torch.device,
-) -> DeviceTables:
-    query_rows, block_rows, split_tokens = sizes
-    host = plan_splits(
-        spans, chosen, first_row_G[chosen],
-        query_rows=query_rows, block_rows=block_rows, split_tokens=split_tokens,
-    )  # fmt: skip
-    return DeviceTables(host, device)
-
-
-def _tile_tables(
-    spans: Spans,
-    chosen: HostInts,
-    sizes: tuple[int, int],
-    device: torch.device,
-    pages: tuple[int, int] | None = None,
-) -> DeviceTables:
-    query_rows, block_rows = sizes
-    host = plan_tiles(
-        spans, chosen, query_rows=query_rows, block_rows=block_rows,
-        pages=pages or (0, spans.pages_GP.shape[1]),
-    )  # fmt: skip
-    return DeviceTables(host, device)
-
-
-def _chunks(
-    spans: Spans, num_pages: int, tiling: PrefillTiling, device: torch.device
-) -> list[_Chunk]:
-    """Runs of `num_pages` pages of every sequence, until none has more."""
-    assert spans.pages_U is not None, "expanded sequences name the pages they expand"
-    most = int(-(-spans.num_keys_G.max() // spans.page_tokens))
-    everyone = np.arange(len(spans.num_keys_G))
-    chunks = []
-    for first in range(0, max(most, 1), num_pages):
-        stop = first + num_pages
-        some, pages_U = _part(spans, first, stop)
-        tables = _tile_tables(some, everyone, (1, tiling.rows), device, (first, stop))
-        keys = first * spans.page_tokens, min(stop * spans.page_tokens, NO_LIMIT)
-        chunks.append(_Chunk(pages_U=pages_U.to(device), tables=tables, keys=keys))
-    return chunks
-
-
-def _part(spans: Spans, first: int, stop: int) -> tuple[Spans, torch.Tensor]:
-    """The sequences with places among the distinct pages of their pages from `first` to `stop`,
-    and those."""
-    assert spans.pages_U is not None
-    counts_G = np.clip(-(-spans.num_keys_G // spans.page_tokens) - first, 0, stop - first)
-    owner, place = numbered(counts_G)
-    rows, columns = spans.table_row_G[owner], first + place
-    used, places = np.unique(spans.pages_GP[rows, columns], return_inverse=True)
-    table_GP = np.zeros_like(spans.pages_GP)
-    table_GP[rows, columns] = places
-    return replace(spans, pages_GP=table_GP), spans.pages_U.cpu()[torch.from_numpy(used)]
 
 
 def _heads(

@@ -20,17 +20,14 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from triton.tools.tensor_descriptor import TensorDescriptor
 
-from batchmla.kernels.ops import MlaDims
-from batchmla.kernels.sparse_ops import Record
 from batchmla.kernels.triton.aot import AotCase
+from batchmla.kernels.triton.latent_rows import TILE, LatentRows
 from batchmla.kernels.triton.merge import merge
 from batchmla.kernels.triton.spans import DeviceTables
 
 NARROW_HEADS = 32
 WIDE_ROWS = 64
-TILE = 128  # codes that share a factor
 LEAST = tl.constexpr(-1e30)  # below every score, and a number: a row may see no key of a tile
 
 
@@ -157,7 +154,7 @@ def _wide_kernel(
     sequence = tl.load(item)
     if sequence < 0:
         return
-    split, slot = tl.load(item + 1), tl.load(item + 3)
+    split = tl.load(item + 1)
     entry = sequences + sequence * 8
     first_row, num_queries = tl.load(entry).to(tl.int64), tl.load(entry + 1)
     num_keys, table = tl.load(entry + 2), pages + tl.load(entry + 3)
@@ -196,6 +193,11 @@ def _wide_kernel(
         z = tl.dot(weights.to(values.dtype), values, z * shrink[:, None], input_precision="ieee")
         most = more
     z = z / tl.where(total == 0, 1.0, total)[:, None]
+    # read again: numbers kept over the loop cost registers, and the loop has none to spare
+    slot = tl.load(item + 3, volatile=True)
+    first_row = tl.load(entry, volatile=True).to(tl.int64)
+    rows = tl.load(item + 2, volatile=True) * ROWS + tl.arange(0, ROWS)
+    is_row = rows < tl.load(entry + 1, volatile=True) * HEADS
     inside = is_row[:, None] & is_column[None, :]
     if slot < 0:
         there = out + (first_row * HEADS + rows[:, None]) * LATENT + columns[None, :]
@@ -232,56 +234,8 @@ def wide_tiling(heads: int, itemsize: int, *, has_records: bool) -> LatentTiling
     """For blocks of rows."""
     if itemsize > 2:
         return LatentTiling(rows=32, keys=16, split_tokens=2048, num_warps=8, num_stages=1)
-    return LatentTiling(rows=WIDE_ROWS, keys=64, split_tokens=2048, num_warps=8, num_stages=2)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LatentRows:
-    """A cache as flat rows [P*B, ...]: latents (values or codes), tails, and factors of codes."""
-
-    latent: torch.Tensor
-    tail: torch.Tensor
-    factors: torch.Tensor | None
-    page_tokens: int
-
-    @classmethod
-    def of(
-        cls, cache_PBW: torch.Tensor, dims: MlaDims, record: Record | None, codes: torch.dtype
-    ) -> "LatentRows":
-        """Views; `codes` is the type by which the device reads e4m3."""
-        flat, page_tokens = cache_PBW.flatten(0, 1), cache_PBW.shape[1]
-        if record is None:
-            latent, tail = flat[:, : dims.latent], flat[:, dims.latent :]
-            return cls(latent=latent, tail=tail, factors=None, page_tokens=page_tokens)
-        assert record.tile == TILE and not record.has_e8m0 and not record.scales_last, record
-        start, stop = record.values, record.values + record.scale_bytes
-        if start % 4 or record.num_bytes % 4:
-            raise ValueError(
-                f"a latent of {start} values in a record of {record.num_bytes} bytes cannot be "
-                "read: both must be multiples of 4; use a cache of another dtype"
-            )
-        return cls(
-            latent=flat[:, :start].view(codes),
-            tail=flat[:, stop:].view(torch.bfloat16),
-            factors=flat[:, start:stop].view(torch.float32),
-            page_tokens=page_tokens,
-        )
-
-    def boxes(self, keys: int) -> tuple[TensorDescriptor, TensorDescriptor] | None:
-        """Descriptors of tiles of so many rows, where pages hold whole tiles and widths are powers
-        of two."""
-        widths = self.latent.shape[1], self.tail.shape[1]
-        is_even = all(width == triton.next_power_of_2(width) and width >= 16 for width in widths)
-        aligned = all(
-            part.data_ptr() % 16 == 0 and part.stride(0) * part.element_size() % 16 == 0
-            for part in (self.latent, self.tail)
-        )
-        if not (is_even and aligned) or self.page_tokens % keys:
-            return None
-        return (
-            TensorDescriptor.from_tensor(self.latent, [keys, widths[0]]),
-            TensorDescriptor.from_tensor(self.tail, [keys, widths[1]]),
-        )
+    keys = 32 if has_records else 64
+    return LatentTiling(rows=WIDE_ROWS, keys=keys, split_tokens=2048, num_warps=8, num_stages=2)
 
 
 def mla_decode(
