@@ -58,6 +58,16 @@ def add_dots(scores, q, rows, IS_SWAPPED: tl.constexpr):
 
 
 @triton.jit
+def within(rows, columns, WIDTH: tl.constexpr):
+    """Mask of some rows' first WIDTH columns."""
+    if columns.shape[0] == WIDTH:
+        mask = rows[:, None]
+    else:
+        mask = rows[:, None] & (columns < WIDTH)[None, :]
+    return mask
+
+
+@triton.jit
 def row_starts(slots, page_stride, row_stride, PAGE: tl.constexpr):
     """Offsets of flat cache rows."""
     return (slots // PAGE) * page_stride + (slots % PAGE) * row_stride
@@ -87,15 +97,15 @@ def _sparse_mla_kernel(
     row = (tl.program_id(0) // num_blocks).to(tl.int64)
     heads = (tl.program_id(0) % num_blocks) * HEADS + tl.arange(0, HEADS)
     latent, rope = tl.arange(0, BLOCK_LATENT), tl.arange(0, BLOCK_ROPE)
-    is_head = (heads < num_heads)[:, None]
+    is_head = heads < num_heads
     dtype = q.dtype.element_ty
     q_tile = tl.load(
         q + row * q_stride + heads.to(tl.int64)[:, None] * q_head_stride + latent[None, :],
-        mask=is_head & (latent < LATENT)[None, :], other=0.0,
+        mask=within(is_head, latent, LATENT), other=0.0,
     )  # fmt: skip
     pe_tile = tl.load(
         q_pe + row * pe_stride + heads.to(tl.int64)[:, None] * pe_head_stride + rope[None, :],
-        mask=is_head & (rope < ROPE)[None, :], other=0.0,
+        mask=within(is_head, rope, ROPE), other=0.0,
     )  # fmt: skip
     most = tl.full([HEADS], float("-inf"), tl.float32)
     total = tl.zeros([HEADS], tl.float32)
@@ -109,9 +119,9 @@ def _sparse_mla_kernel(
     for start in range(0, count, KEYS):
         seen = slot >= 0
         at = row_starts(slot, page_stride, row_stride, PAGE)
-        is_value = seen[:, None] & (latent < LATENT)[None, :]
+        is_value = within(seen, latent, LATENT)
         values = tl.load(cache + at[:, None] + latent[None, :], mask=is_value, other=0.0)
-        is_tail = seen[:, None] & (rope < ROPE)[None, :]
+        is_tail = within(seen, rope, ROPE)
         if TILE > 0:
             tail = tl.load(
                 tails + (at // 2)[:, None] + TAIL_AT + rope[None, :], mask=is_tail, other=0.0
@@ -138,7 +148,7 @@ def _sparse_mla_kernel(
         most, total, acc = attend_tile(scores * scale, values, seen, most, total, acc, IS_SWAPPED)
     total = tl.where(total == 0.0, 1.0, total)
     out_at = row * out_stride + heads.to(tl.int64) * out_head_stride
-    is_out = (heads < num_heads)[:, None] & (latent < LATENT)[None, :]
+    is_out = within(heads < num_heads, latent, LATENT)
     if IS_SWAPPED:
         acc = acc / total[None, :]
         tl.store(out + out_at[None, :] + latent[:, None], acc.to(dtype), mask=tl.trans(is_out))
