@@ -144,11 +144,24 @@ class _Tally:
                     self._outputs += [output] * count
 
     def lengths(self, mean_output: float | None) -> Lengths:
-        """Of the rows kept; each generates what it may, or `mean_output` tokens if that is less."""
+        """Of the rows kept; each generates what it may, or up to one number of tokens for all, with
+        which they come to `mean_output` on average."""
         outputs_R = np.array(self._outputs, np.int64)
-        if mean_output is not None:
-            outputs_R = np.minimum(outputs_R, max(1, round(mean_output)))
+        if mean_output is not None and len(outputs_R):
+            outputs_R = np.minimum(outputs_R, _cap_for_mean(outputs_R, mean_output))
         return Lengths(prompt_tokens_R=np.array(self._prompts, np.int64), output_tokens_R=outputs_R)
+
+
+def _cap_for_mean(lengths_R: Ints, mean: float) -> int:
+    """The smallest number of tokens to which lengths can be cut and still have this mean."""
+    low, high = 1, max(1, int(lengths_R.max()))
+    while low < high:
+        middle = (low + high) // 2
+        if np.minimum(lengths_R, middle).mean() >= mean:
+            high = middle
+        else:
+            low = middle + 1
+    return low
 
 
 def _samples_note(given: int | ColumnRef) -> str:

@@ -56,7 +56,8 @@ class StepTimes:
 
 
 def fit(samples: Sequence[TimedStep], costs: StepCosts) -> StepTimes | None:
-    """The factors with the least relative error; None of too few steps."""
+    """The factors with the least relative error, scaled so that all steps together take what they
+    took, disturbed ones included; None of too few steps."""
     if len(samples) < FEWEST_STEPS:
         return None
     parts_NF = np.array([_parts(each.work, costs) for each in samples], np.float64)
@@ -70,6 +71,7 @@ def fit(samples: Sequence[TimedStep], costs: StepCosts) -> StepTimes | None:
         is_calm_N = seconds_N < _FAR_OFF * said_N
         if is_calm_N.sum() < FEWEST_STEPS:
             break
+    factors_F *= seconds_N.sum() / max(float((parts_NF @ factors_F).sum()), 1e-12)
     return StepTimes(
         fixed_s=float(factors_F[0]),
         token_s=float(factors_F[1]),
