@@ -26,7 +26,7 @@ class NoCluster(Exception):
 _LOOK_S = 0.2
 _JOIN_S = 8.0
 _START_TRIES = 3  # its helpers give up after 15 s on a machine that is busy or reads from afar
-_START_S = 60
+_START_S = 30
 _STORE_BYTES = 256 << 20  # prompts and completions on their way
 _LOG = logging.getLogger(__name__)
 
