@@ -95,8 +95,10 @@ def candidates(
             misfit = str(error)
             found.append(Candidate(placement=placement, config=None, misfit=misfit, steady=None))
             continue
-        costs = engine_costs(raw_config, config)
-        rates = steady(config, costs, exchange, hardware, mix)
+        rates = None
+        if config.misfit is None and hardware.bf16_flops_per_s is not None:
+            costs = engine_costs(raw_config, config)
+            rates = steady(config, costs, exchange, hardware, mix)
         found.append(
             Candidate(placement=placement, config=config, misfit=config.misfit, steady=rates)
         )
