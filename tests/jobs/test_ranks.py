@@ -22,14 +22,18 @@ JOB = {
 }
 
 
-def write_job(folder: Path, name: str, tensor: int, **sampling: object) -> Path:
+def write_job(
+    folder: Path, name: str, tensor: int, expert: int = 1, attention_data: int = 1,
+    **sampling: object,
+) -> Path:  # fmt: skip
     source = folder / "rows.jsonl"
     lines = [
         json.dumps({"id": i, "text": f"receipt {i}: {i * 7 % 13} x 1.20"}) for i in range(ROWS)
     ]
     source.write_text("\n".join(lines) + "\n")
     job = JOB | {
-        "model": JOB["model"] | {"parallel": {"tensor": tensor}},
+        "model": JOB["model"]
+        | {"parallel": {"tensor": tensor, "expert": expert, "attention_data": attention_data}},
         "input": {"path": str(source)},
         "output": {"path": str(folder / name), "rows_per_file": 10},
         "sampling": JOB["sampling"] | sampling,
@@ -85,14 +89,16 @@ def test_fc_162_two_jobs_on_ranks_at_once_and_one_rank(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize(("number", "words"), [
-    (signal.SIGKILL, "rank 1 was ended by SIGKILL"),
-    (signal.SIGSTOP, "rank 1 has given no sign of life"),
+@pytest.mark.parametrize(("number", "words", "sizes"), [
+    (signal.SIGKILL, "rank 1 was ended by SIGKILL", (2, 1, 1)),
+    (signal.SIGSTOP, "rank 1 has given no sign of life", (2, 1, 1)),
+    (signal.SIGKILL, "rank 1 was ended by SIGKILL", (1, 2, 2)),
+    (signal.SIGSTOP, "rank 1 has given no sign of life", (1, 2, 2)),
 ])  # fmt: skip
 def test_fc_161_a_lost_rank_ends_the_job_and_a_new_run_goes_on(
-    tmp_path: Path, number: int, words: str
+    tmp_path: Path, number: int, words: str, sizes: tuple[int, int, int]
 ) -> None:
-    job = write_job(tmp_path, "out", 2, max_tokens=200)
+    job = write_job(tmp_path, "out", *sizes, max_tokens=200)
     process = start(job)
     (rank,) = wait_for_rows(process, tmp_path / "out")
     os.kill(rank.pid, number)

@@ -1,0 +1,163 @@
+"""How often tally's greedy answers on several ranks differ from those of one, and how near to a tie
+the two tokens were where they part.
+
+    python benchmarks/ranks_tally.py --rows 300
+
+Every sum over ranks is made in another order than one rank makes it, so a near-tie may fall the
+other way. Writes benchmarks/results/ranks-tally.json.
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence as Items
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from batchmla.core import EngineOptions, Prompt, SamplingParams
+from batchmla.engine.engine import EngineCore, load_engine
+from batchmla.engine.sampler import Draw
+from batchmla.engine.sequence import Sequence
+from batchmla.engine.source import ListSource
+from batchmla.weights.folder import find_model
+from examples.tally.documents import heldout_documents
+
+FOLDER = find_model("builtin:tally")
+RESULT = Path(__file__).parent / "results" / "ranks-tally.json"
+MAX_TOKENS = 96
+PLACEMENTS = {
+    "tensor 2": (2, 1, 1),
+    "attention_data 2": (1, 1, 2),
+    "attention_data 2, expert 2": (1, 2, 2),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answers:
+    """Ids by row, and at every position the two highest logits with their ids."""
+
+    ids: dict[int, list[int]]
+    best: dict[tuple[int, int], tuple[float, float]]
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """Where a row's answer first differs; the gap is that of the best two logits of one rank."""
+
+    row: int
+    position: int
+    gap: float
+
+
+def make_prompts(num_rows: int) -> list[Prompt]:
+    """Documents that tally has not seen, through its own chat template."""
+    from transformers import AutoTokenizer  # not in the other ranks, which import this file too
+
+    tokenizer = AutoTokenizer.from_pretrained(FOLDER)
+    params = SamplingParams(
+        temperature=0.0, max_tokens=MAX_TOKENS, stop_ids=frozenset({tokenizer.eos_token_id})
+    )
+    prompts = []
+    for row, document in enumerate(heldout_documents(41, num_rows)):
+        chat = [{"role": "user", "content": document.text}]
+        ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
+        prompts.append(
+            Prompt(
+                row_id=str(row), index=row, sample=0, params=params, stream_key=row,
+                token_ids=np.asarray(ids, np.int32),
+            )
+        )  # fmt: skip
+    return prompts
+
+
+def watch(engine: EngineCore) -> dict[tuple[int, int], tuple[float, float]]:
+    """By row and number of generated tokens, the best two logits."""
+    seen: dict[tuple[int, int], tuple[float, float]] = {}
+    sampler = engine._runner._sampler
+    plain_draw = sampler.draw
+
+    def draw(logits_NV: torch.Tensor, sequences: Items[Sequence]) -> list[Draw]:
+        best_N2 = logits_NV.topk(2, dim=1).values.tolist()
+        for sequence, (first, second) in zip(sequences, best_N2, strict=True):
+            seen[sequence.prompt.index, sequence.num_generated] = (first, second)
+        return plain_draw(logits_NV, sequences)
+
+    sampler.draw = draw  # type: ignore[method-assign]
+    return seen
+
+
+def answer(prompts: list[Prompt], sizes: tuple[int, int, int], dtype: str) -> Answers:
+    """All rows on so many ranks."""
+    tensor, expert, attention_data = sizes
+    engine = load_engine(
+        EngineOptions(
+            model=str(FOLDER), device="cpu", dtype=dtype, max_num_seqs=32,  # type: ignore[arg-type]
+            tensor_parallel=tensor, expert_parallel=expert, attention_data=attention_data,
+        )
+    )  # fmt: skip
+    best, start_s = watch(engine), time.perf_counter()
+    ids = {each.index: each.token_ids.tolist() for each in engine.generate(ListSource(prompts))}
+    seconds = time.perf_counter() - start_s
+    engine.close()
+    return Answers(ids=ids, best=best, seconds=seconds)
+
+
+def differences(alone: Answers, spread: Answers) -> list[Difference]:
+    """Rows whose ids are not the same."""
+    found = []
+    for row, ids in alone.ids.items():
+        others = spread.ids[row]
+        if ids == others:
+            continue
+        pairs = enumerate(zip(ids, others, strict=False))
+        shared = min(len(ids), len(others))
+        position = next((at for at, (one, other) in pairs if one != other), shared)
+        first, second = alone.best[row, position]
+        found.append(Difference(row=row, position=position, gap=first - second))
+    return found
+
+
+def compare(num_rows: int, dtype: str) -> dict[str, object]:
+    """One placement after the other against one rank."""
+    prompts = make_prompts(num_rows)
+    alone = answer(prompts, (1, 1, 1), dtype)
+    gaps = [first - second for first, second in alone.best.values()]
+    found: dict[str, object] = {
+        "dtype": dtype,
+        "rows": num_rows,
+        "generated_tokens": sum(map(len, alone.ids.values())),
+        "median_gap": float(np.median(gaps)),
+        "one_rank_s": round(alone.seconds, 2),
+    }
+    for name, sizes in PLACEMENTS.items():
+        spread = answer(prompts, sizes, dtype)
+        differing = differences(alone, spread)
+        found[name] = {
+            "same_share": 1 - len(differing) / num_rows,
+            "largest_gap": max((each.gap for each in differing), default=0.0),
+            "differences": [asdict(each) for each in differing],
+            "seconds": round(spread.seconds, 2),
+        }
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rows", type=int, default=200)
+    parser.add_argument("--output", type=Path, default=RESULT)
+    arguments = parser.parse_args()
+    found = [compare(arguments.rows, dtype) for dtype in ("float32", "bfloat16")]
+    arguments.output.write_text(json.dumps(found, indent=1) + "\n")
+    for each in found:
+        print(json.dumps(each, indent=1))
+
+
+if __name__ == "__main__":
+    main()
