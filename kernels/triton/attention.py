@@ -25,6 +25,7 @@ from batchmla.kernels.triton.plans import (
     latent_splits,
 )
 from batchmla.kernels.triton.prefill import HeadRows, prefill, prefill_tiling
+from batchmla.kernels.triton.spans import put
 
 LOG2_E = math.log2(math.e)
 EXPANDED_BYTES = 2**28  # of keys and values that are made from latents at a time
@@ -147,7 +148,7 @@ class Attention:
         """All heads read the latent rows; the up-projections move to queries and results."""
         rows_N = None
         if spans.num_rows != len(q_THD):
-            rows_N = spans.kept.get("rows", lambda: spans.rows().to(q_THD.device))
+            rows_N = spans.kept.get("rows", lambda: put(spans.rows(), q_THD.device))
             q_THD = q_THD.index_select(0, rows_N)
         q_HNC = torch.bmm(q_THD[..., : dims.nope].transpose(0, 1), up_HXC[:, : dims.nope])
         q_NHX = torch.cat((q_HNC.transpose(0, 1), q_THD[..., dims.nope :]), dim=-1)

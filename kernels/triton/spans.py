@@ -76,6 +76,13 @@ class HostTables:
         return torch.from_numpy(np.concatenate(parts).astype(np.int32))
 
 
+def put(values: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Numbers of the host where the kernels are; neither waits for the other."""
+    if device.type != "cuda":
+        return values.to(device)
+    return values.pin_memory().to(device, non_blocking=True)
+
+
 class DeviceTables:
     """The tables where the kernels are, in one buffer; `refill` keeps its address."""
 
@@ -83,7 +90,7 @@ class DeviceTables:
         self, host: HostTables, device: torch.device, capacity: Capacity | None = None
     ) -> None:
         self.capacity = capacity = host.capacity if capacity is None else capacity
-        self._buffer = host.flat(capacity).to(device)
+        self._buffer = put(host.flat(capacity), device)
         sizes = (
             capacity.sequences * SEQUENCE_COLUMNS,
             capacity.items * ITEM_COLUMNS,
@@ -94,7 +101,7 @@ class DeviceTables:
 
     def refill(self, host: HostTables) -> None:
         """Takes the place of what is there: launches that were recorded read the new tables."""
-        self._buffer.copy_(host.flat(self.capacity), non_blocking=True)
+        self._buffer.copy_(put(host.flat(self.capacity), self._buffer.device))
 
 
 def plan_splits(

@@ -65,6 +65,14 @@ def test_boxes_read_what_pointers_read() -> None:
     assert error(by_boxes, expected_gqa(paged, q, 2, SCALE)) <= BOUNDS[torch.bfloat16]
 
 
+def test_a_cache_of_another_dtype() -> None:
+    paged = make_paged([(1, 40), (40, 50)], 2 * 2 * 24, torch.float32, 16)
+    q = queries(paged, 4, 24, torch.bfloat16)
+    paged.rows = [rows.bfloat16() for rows in paged.rows]
+    actual = run(paged, q)
+    assert error(actual, expected_gqa(paged, q, 2, SCALE)) <= BOUNDS[torch.bfloat16]
+
+
 @pytest.mark.parametrize("codes", [torch.float8_e4m3fn, torch.uint8], ids=str)
 def test_records(codes: torch.dtype) -> None:
     """Codes and the factors of heads stand for the rows that the specification reads."""

@@ -121,6 +121,14 @@ def test_records(heads: int, form: str) -> None:
         assert error(actual, expected) <= absorbed_bound(q.dtype)
 
 
+def test_a_cache_of_another_dtype() -> None:
+    paged = make_paged([(1, 40), (4, 50)], 32, torch.float32, 16)
+    q = queries(paged, SMALL, torch.bfloat16)
+    paged.rows = [rows.bfloat16() for rows in paged.rows]
+    check(run(attention(), paged, q, SMALL), paged, q, SMALL)
+    check(run(attention(), paged, q, SMALL, expands=True), paged, q, SMALL)
+
+
 def test_both_forms_in_one_step() -> None:
     paged = make_paged([(3, 40), (1, 20), (7, 7), (1, 33)], 32, torch.float32, 16)
     q = queries(paged, SMALL, torch.float32)
