@@ -43,18 +43,19 @@ def print_plan(plan: Plan, console: Console | None = None) -> None:
 
 
 def _placements(plan: Plan) -> Table:
-    """Every placement on these devices."""
+    """Every placement on these devices; sizes of one of them."""
     table = Table(
-        "tensor", "expert", "attention_data", "weights", "workspace", "KV pool", "KV tokens",
-        "rows at once", "tokens/s", "exchange",
+        "tensor / expert / data", "weights", "work", "KV pool", "KV tokens", "rows", "tokens/s",
+        "talk", title="placements: GiB of each device, tokens and rows of all together",
     )  # fmt: skip
     for column in table.columns:
         column.justify = "right"
+        column.no_wrap = True
     for each in plan.placements:
-        sizes = [str(each[name]) for name in ("tensor", "expert", "attention_data")]
+        sizes = " / ".join(str(each[name]) for name in ("tensor", "expert", "attention_data"))
         if not each["fits"]:
-            weights = gib(each["weights_bytes"]) if "weights_bytes" in each else "-"
-            table.add_row(*sizes, weights, "does not fit")
+            weights = _in_gib(each["weights_bytes"]) if "weights_bytes" in each else "-"
+            table.add_row(sizes, weights, "-", "no room" if weights != "-" else "cannot be cut")
             continue
         rates = ["-", "-", "-"]
         if each["tokens_per_second"] is not None:
@@ -64,15 +65,13 @@ def _placements(plan: Plan) -> Table:
                 f"{each['tokens_per_second']:,.0f}",
                 f"{share:.0%}",
             ]
-        table.add_row(
-            *sizes,
-            gib(each["weights_bytes"]),
-            gib(each["workspace_bytes"]),
-            gib(each["kv_pool_bytes"]),
-            f"{each['kv_capacity_tokens']:,}",
-            *rates,
-        )
+        parts = (each[name] for name in ("weights_bytes", "workspace_bytes", "kv_pool_bytes"))
+        table.add_row(sizes, *map(_in_gib, parts), f"{each['kv_capacity_tokens']:,}", *rates)
     return table
+
+
+def _in_gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:,.1f}"
 
 
 def vllm_lines(plan: Plan) -> list[str]:

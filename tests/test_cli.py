@@ -164,8 +164,9 @@ def test_plan_and_inspect_hand_over_what_they_are_given(
 ) -> None:
     seen: list[Any] = []
 
-    def plan_job(loaded: Any, hardware: str | None) -> Any:
+    def plan_job(loaded: Any, hardware: str | None, *, calibrates: bool) -> Any:
         seen.append((loaded.spec.name, hardware))
+        assert not calibrates
         return SimpleNamespace(to_json=lambda: {"fits": True})
 
     monkeypatch.setattr(batchmla.jobs.plan, "plan_job", plan_job)
