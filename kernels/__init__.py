@@ -3,6 +3,7 @@
 if __name__ != "batchmla.kernels":
     raise ImportError("import batchmla.kernels; run pip install -e . once")
 
+from dataclasses import replace
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -35,5 +36,20 @@ def load(backend: str, *, exact: bool = False) -> "Ops":
     if backend == "triton":
         gpu_ops: Ops = import_module("batchmla.kernels.triton.table").make_ops()
         return gpu_ops
+    return _torch_ops(backend)
+
+
+def load_counting(backend: str, *, exact: bool = False) -> "Ops":
+    """Ops of which only the sizes of packed weights are asked: those of kernels for GPUs can be
+    planned for where there is no Triton."""
+    if backend != "triton" or exact:
+        return load(backend, exact=exact)
+    packing = import_module("batchmla.kernels.triton.linear")
+    return replace(
+        _torch_ops("torch"), name=backend, pack=packing.pack, packed_bytes=packing.packed_bytes
+    )
+
+
+def _torch_ops(backend: str) -> "Ops":
     ops: Ops = import_module("batchmla.kernels.cpu.table").make_ops(backend)
     return ops

@@ -61,12 +61,22 @@ class Kept:
 
     def __init__(self) -> None:
         self._made: dict[Hashable, Any] = {}
+        self._refills: list[Callable[[Spans], None]] = []
 
     def get(self, key: Hashable, make: Callable[[], Any]) -> Any:
         """What `make` made when `key` was first asked for."""
         if key not in self._made:
             self._made[key] = make()
         return self._made[key]
+
+    def follow(self, refill: Callable[["Spans"], None]) -> None:
+        """`refill` writes what stands for other spans in the place of what is there."""
+        self._refills.append(refill)
+
+    def refill(self, spans: "Spans") -> None:
+        """Everything that was made, for other spans: recorded launches read it where it is."""
+        for each in self._refills:
+            each(spans)
 
     def put(self, key: Hashable, made: Any) -> None:
         """In the place of what would be made."""
@@ -90,7 +100,7 @@ class Spans:
     pages_GP: HostInts
     page_tokens: int
     pages_U: torch.Tensor | None = None
-    kept: Kept = field(default_factory=Kept, init=False, repr=False, compare=False)
+    kept: Kept = field(default_factory=Kept, repr=False, compare=False)
 
     @property
     def num_rows(self) -> int:

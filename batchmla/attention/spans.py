@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 
 from batchmla.attention.groups import MAX_CHUNK_KEYS
-from batchmla.kernels.groups import Groups, Spans
+from batchmla.kernels.groups import Groups, Kept, Spans
 from batchmla.kv.step import HostInts, Step
 
 
@@ -99,6 +99,7 @@ def _spans(
         pages_GP=pages_GP,
         page_tokens=step.page_tokens,
         pages_U=pages_U,
+        kept=step.kept or Kept(),
     )
 
 

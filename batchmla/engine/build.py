@@ -10,7 +10,9 @@ import torch
 from batchmla import kernels
 from batchmla.engine.config import EngineConfig
 from batchmla.engine.forward import Forward
+from batchmla.engine.graphs import CudaRecorder
 from batchmla.models import get_family
+from batchmla.models.base import Model
 from batchmla.models.load import load_model
 from batchmla.parallel import Par
 
@@ -61,4 +63,13 @@ def build_forward(plan: RankPlan, par: Par) -> Forward:
         par=par,
         dtype=getattr(torch, config.dtype),
         vocab_size=get_family(plan.raw_config).Config.from_hf(plan.raw_config).vocab_size,
+        recorder=CudaRecorder() if _is_recorded(config, model) else None,
+        max_model_len=config.max_model_len,
     )
+
+
+def _is_recorded(config: EngineConfig, model: Model) -> bool:
+    """Whether decode steps are replayed: on one GPU, where all tables of a step are on it."""
+    is_alone = config.placement.num_ranks == 1
+    is_on_device = config.device == "cuda" and config.backend == "triton"
+    return is_alone and is_on_device and getattr(model, "can_record", False)

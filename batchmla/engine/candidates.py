@@ -78,7 +78,7 @@ def candidates(
     mix: Mix = TYPICAL,
 ) -> tuple[Candidate, ...]:
     """In the order of `placements`; of a processor only the one rank."""
-    ops = kernels.load(settle_backend(options, hardware))
+    ops = kernels.load_counting(settle_backend(options, hardware))
     exchange = exchange_of(raw_config, ops, itemsize=2)
     num_devices = 1 if hardware.kind == "cpu" else hardware.count
     found = []

@@ -243,7 +243,7 @@ def _notes(
 ) -> tuple[str, ...]:
     notes = []
     if hardware.kind == "cuda":
-        notes.append("torch kernels, not tuned")
+        notes.append("Triton kernels: interpreted and compiled, never run on a GPU")
     if placement.num_ranks > 1 and hardware.kind == "cuda":
         notes.append("several GPUs: built, never run on hardware")
     if max_model_len < wanted:

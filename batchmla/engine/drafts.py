@@ -45,7 +45,8 @@ def engine_facts(
 
     placement = settle_placement(options, hardware)
     dtype = getattr(torch, settle_dtype(options, config, hardware))
-    ops = kernels.load(settle_backend(options, hardware), exact=settle_exact(options, hardware))
+    is_exact = settle_exact(options, hardware)
+    ops = kernels.load_counting(settle_backend(options, hardware), exact=is_exact)
     keeps = settle_quantised(options, config)
     count = count_model(raw_config, placement, ops, dtype, keeps_quantised=keeps)
     return options, config, layout_of, hardware, count.weights_bytes
@@ -62,7 +63,7 @@ def engine_costs(raw_config: Mapping[str, Any], config: EngineConfig) -> StepCos
     """What a step costs on all devices of an engine together."""
     return step_costs(
         raw_config,
-        kernels.load(config.backend),
+        kernels.load_counting(config.backend),
         config.layout,
         dtype=config.dtype,
         placement=config.placement,

@@ -9,27 +9,20 @@ from dataclasses import dataclass
 
 import torch
 
+from batchmla.engine.graphs import DecodeGraphs, Recorder
+from batchmla.engine.late import Late
 from batchmla.engine.step import StepTables
 from batchmla.engine.stream import put
 from batchmla.errors import DeviceError
 from batchmla.kv.cache import make_cache
 from batchmla.kv.lanes import Copy
 from batchmla.kv.layout import KVLayout
-from batchmla.kv.step import HostInts
 from batchmla.layers.block import walk
 from batchmla.layers.experts import Serving, SpreadExperts
 from batchmla.models.base import Model
 from batchmla.parallel import Par
 
 _CPU_WORDS = ("can't allocate memory", "not enough memory")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Late:
-    """Tokens that only the device knows yet: `ids_N` int64 belong into `rows_N` of the step."""
-
-    rows_N: HostInts
-    ids_N: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,9 +78,12 @@ class Forward:
         par: Par | None = None,
         dtype: torch.dtype = torch.float32,
         vocab_size: int = 0,
+        recorder: Recorder | None = None,
+        max_model_len: int = 0,
     ) -> None:
         """`is_exact` marks every step; the model must be built with exact ops then. `dtype` of the
-        model and its `vocab_size` matter where there are several attention groups.
+        model and its `vocab_size` matter where there are several attention groups. With a
+        `recorder` decode steps of sequences up to `max_model_len` tokens are replayed.
         """
         self.expert_counts: list[list[int]] = []  # by layer and expert, as last collected
         self._par = Par.single() if par is None else par
@@ -100,12 +96,20 @@ class Forward:
         self._layout = layout
         self._device = device
         try:
-            self._cache = make_cache(layout, num_pages, device, num_lanes)
+            has_spare = recorder is not None
+            self._cache = make_cache(layout, num_pages + has_spare, device, num_lanes)
         except (torch.OutOfMemoryError, MemoryError) as error:
             raise DeviceError(
                 f"the KV pool of {num_pages * layout.page_bytes} bytes could not be allocated; "
                 "lower model.memory_utilization"
             ) from error
+        self._graphs = None
+        if recorder is not None:
+            self._graphs = DecodeGraphs(
+                model, self._cache,
+                page_tokens=layout.page_tokens, spare_page=num_pages, max_model_len=max_model_len,
+                device=device, recorder=recorder,
+            )  # fmt: skip
 
     def run(self, work: Work) -> Iterator[torch.Tensor]:
         """On rank 0, float32 logits [N, V] of every scored range and then of the rows that are
@@ -135,6 +139,11 @@ class Forward:
             for block in self._serving:
                 block.serve(self._dtype, self._device)
             return
+        if self._graphs is not None and not work.scored:
+            logits_NV = self._graphs.logits(work.tables, work.late)
+            if logits_NV is not None:
+                yield logits_NV
+                return
         step = work.tables.on(self._device, self._layout.page_tokens, is_exact=self._is_exact)
         if work.late is not None:
             rows_N = put(work.late.rows_N, self._device)

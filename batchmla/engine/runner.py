@@ -16,13 +16,13 @@ import torch
 from batchmla.engine.forward import (
     Forward,
     GroupWork,
-    Late,
     StepOutOfMemory,
     Work,
     is_out_of_memory,
     out_of_memory,
 )
 from batchmla.engine.group import Chunk
+from batchmla.engine.late import Late
 from batchmla.engine.logprobs import score
 from batchmla.engine.sampler import Draw, Pending, Sampler
 from batchmla.engine.sequence import Sequence

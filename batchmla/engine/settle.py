@@ -23,14 +23,14 @@ def settle_quantised(options: EngineOptions, config: ModelConfig) -> bool:
     return options.dtype == "auto" and getattr(config, "quantization", None) is not None
 
 
-Backend = Literal["reference", "cpu", "torch"]
+Backend = Literal["reference", "cpu", "torch", "triton"]
 
 
 def settle_backend(options: EngineOptions, hardware: Hardware) -> Backend:
-    """The kernels: on devices other than a CPU torch's until there are others."""
+    """The kernels: Triton's on GPUs."""
     if options.backend == "reference":
         return options.backend
-    return "cpu" if hardware.kind == "cpu" else "torch"
+    return "cpu" if hardware.kind == "cpu" else "triton"
 
 
 def settle_exact(options: EngineOptions, hardware: Hardware) -> bool:

@@ -11,6 +11,7 @@ import numpy.typing as npt
 import torch
 
 from batchmla.engine.group import Chunk
+from batchmla.engine.stream import put
 from batchmla.kv.step import HostInts, Step
 
 
@@ -31,20 +32,17 @@ class StepTables:
     def on(self, device: torch.device, page_tokens: int, *, is_exact: bool = False) -> Step:
         """The tensors."""
 
-        def put(values: HostInts) -> torch.Tensor:
-            return torch.from_numpy(values).to(device)
-
         return Step(
-            tokens_T=put(self.tokens_T),
-            positions_T=put(self.positions_T),
-            slots_T=put(self.slots_T),
-            pages_SP=put(self.pages_SP),
-            logits_rows_N=put(self.logits_rows_N),
+            tokens_T=put(self.tokens_T, device),
+            positions_T=put(self.positions_T, device),
+            slots_T=put(self.slots_T, device),
+            pages_SP=put(self.pages_SP, device),
+            logits_rows_N=put(self.logits_rows_N, device),
             page_tokens=page_tokens,
             host_starts_S1=self.starts_S1,
             host_context_S=self.context_S,
             host_prompt_S=self.prompt_S,
-            lanes_S=put(self.lanes_S),
+            lanes_S=put(self.lanes_S, device),
             is_exact=is_exact,
             host_pages_SP=self.pages_SP,
         )

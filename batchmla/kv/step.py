@@ -6,6 +6,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from batchmla.kernels.groups import Kept
+
 HostInts = npt.NDArray[np.int64]
 
 
@@ -32,6 +34,7 @@ class Step:
     lanes_S: torch.Tensor | None = None  # int64: where a sequence's windows and states are kept
     is_exact: bool = False  # attention is planned by position alone, not by what is cheapest
     host_pages_SP: HostInts | None = None
+    kept: Kept | None = None  # what kernels keep of the step, where that outlives it
 
     @property
     def num_sequences(self) -> int:

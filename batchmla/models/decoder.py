@@ -9,6 +9,7 @@ from typing import Any, Protocol, Self
 
 import torch
 
+from batchmla.attention import gqa, mla
 from batchmla.kernels.ops import Ops, RouterDims
 from batchmla.kv.cache import LayerCache
 from batchmla.kv.step import Step
@@ -104,6 +105,11 @@ class Decoder(Block):
         head = Head(par, ops, config.vocab_size, config.width, tied)
         layers = tuple(build_layer(index) for index in range(config.num_layers))
         return cls(embed, layers, RmsNorm(ops, config.width, config.eps), head, plan_step)
+
+    @property
+    def can_record(self) -> bool:
+        """Whether all that a step of single tokens needs lies in tables that kernels keep."""
+        return all(layer.kind in (gqa.KIND, mla.KIND) for layer in self.layers)
 
     def plan(self, step: Step) -> Plans:
         """Once a step, not per layer."""

@@ -1,6 +1,7 @@
 """Which kernel serves which sequences of a step, and the tables for it, made once and kept with the
 spans. G sequences of spans, U distinct pages."""
 
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -10,7 +11,14 @@ from batchmla.kernels.groups import HostInts, Spans
 from batchmla.kernels.triton.gqa_decode import SHORT_ROWS, DecodeTiling
 from batchmla.kernels.triton.mla_decode import NARROW_HEADS, LatentTiling
 from batchmla.kernels.triton.prefill import PrefillTiling
-from batchmla.kernels.triton.spans import DeviceTables, numbered, plan_splits, plan_tiles
+from batchmla.kernels.triton.spans import (
+    DeviceTables,
+    HostTables,
+    numbered,
+    plan_splits,
+    plan_tiles,
+    put,
+)
 
 NO_LIMIT = 2**31 - 1  # keys: beyond every sequence
 
@@ -38,21 +46,19 @@ def latent_splits(
     `is_part`: their rows follow each other in the spans' order, instead of lying in T.
     """
 
-    def make() -> DeviceTables:
+    def plan(spans: Spans) -> HostTables:
         first_row_G = spans.first_row_G
         if is_part:
             first_row_G = np.cumsum(spans.num_queries_G) - spans.num_queries_G
         is_narrow_G = (spans.num_queries_G == 1) & (heads <= NARROW_HEADS)
         chosen = np.flatnonzero(is_narrow_G == is_narrow)
-        host = plan_splits(
+        return plan_splits(
             spans, chosen, first_row_G[chosen],
             query_rows=heads, block_rows=tiling.rows, split_tokens=tiling.split_tokens,
         )  # fmt: skip
-        return DeviceTables(host, device)
 
-    key = ("latent splits", heads, tiling, device, is_narrow, is_part)
-    made: DeviceTables = spans.kept.get(key, make)
-    return made
+    key = ("latent splits", heads, tiling, is_narrow, is_part)
+    return _kept_tables(spans, key, plan, device)
 
 
 def gqa_splits(
@@ -60,17 +66,15 @@ def gqa_splits(
 ) -> DeviceTables:
     """Of sequences with one query, or of those with few more."""
 
-    def make() -> DeviceTables:
+    def plan(spans: Spans) -> HostTables:
         is_single_G = spans.num_queries_G == 1
         chosen = np.flatnonzero(is_single_G if is_single else _is_short(spans, group))
-        host = plan_splits(
+        return plan_splits(
             spans, chosen, spans.first_row_G[chosen],
             query_rows=group, block_rows=tiling.rows, split_tokens=tiling.split_tokens,
         )  # fmt: skip
-        return DeviceTables(host, device)
 
-    made: DeviceTables = spans.kept.get(("gqa splits", group, tiling, device, is_single), make)
-    return made
+    return _kept_tables(spans, ("gqa splits", group, tiling, is_single), plan, device)
 
 
 def gqa_tiles(
@@ -78,15 +82,27 @@ def gqa_tiles(
 ) -> DeviceTables:
     """Of the sequences with many queries."""
 
-    def make() -> DeviceTables:
+    def plan(spans: Spans) -> HostTables:
         chosen = np.flatnonzero((spans.num_queries_G > 1) & ~_is_short(spans, group))
-        host = plan_tiles(
+        return plan_tiles(
             spans, chosen,
             query_rows=group, block_rows=tiling.rows, pages=(0, spans.pages_GP.shape[1]),
         )  # fmt: skip
-        return DeviceTables(host, device)
 
-    made: DeviceTables = spans.kept.get(("gqa tiles", group, tiling, device), make)
+    return _kept_tables(spans, ("gqa tiles", group, tiling), plan, device)
+
+
+def _kept_tables(
+    spans: Spans, key: Hashable, plan: Callable[[Spans], HostTables], device: torch.device
+) -> DeviceTables:
+    """The tables that `plan` makes of the spans, which those of other spans can replace."""
+
+    def make() -> DeviceTables:
+        tables = DeviceTables(plan(spans), device)
+        spans.kept.follow(lambda others: tables.refill(plan(others)))
+        return tables
+
+    made: DeviceTables = spans.kept.get((key, device), make)
     return made
 
 
@@ -128,7 +144,7 @@ def _chunk(
         query_rows=1, block_rows=tiling.rows, pages=(first, stop),
     )  # fmt: skip
     return Chunk(
-        pages_U=spans.pages_U[torch.from_numpy(used).to(spans.pages_U.device)].to(device),
+        pages_U=put(spans.pages_U.cpu()[torch.from_numpy(used)], device),
         tables=DeviceTables(host, device),
         keys=(first * spans.page_tokens, min(stop * spans.page_tokens, NO_LIMIT)),
     )

@@ -139,9 +139,10 @@ def test_exact_pool_for_tests_still_has_to_hold_one_sequence() -> None:
         settle(replace(OPTIONS, kv_pool_tokens=320, max_model_len=321))
 
 
-def test_gpu_runs_the_torch_kernels_and_says_so() -> None:
+def test_gpu_runs_triton_kernels_and_says_what_they_have_not_done() -> None:
     config = settle(hardware=H200)
-    assert config.backend == "torch" and config.notes == ("torch kernels, not tuned",)
+    assert config.backend == "triton"
+    assert config.notes == ("Triton kernels: interpreted and compiled, never run on a GPU",)
     assert config.layout.page_tokens == 64 and config.max_num_seqs >= 256
     assert config.kv_capacity_tokens > 4_000_000
 
