@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from batchmla.kernels.cpu.table import make_ops as make_torch
 from batchmla.kernels.ops import Ops
+from batchmla.kernels.triton import block_sparse, hybrid
 from batchmla.kernels.triton.act_mul import act_mul, clamped_act_mul, oai_act_mul
 from batchmla.kernels.triton.attention import Attention, reads_pages
 from batchmla.kernels.triton.cache_write import write, write_latent
@@ -14,7 +15,9 @@ from batchmla.kernels.triton.linear_fp8 import Fp8Linears
 from batchmla.kernels.triton.norm import add_norm, norm
 from batchmla.kernels.triton.records import read_record, write_record
 from batchmla.kernels.triton.rope import rope
+from batchmla.kernels.triton.sample import sample
 from batchmla.kernels.triton.router import route, route_scores
+from batchmla.kernels.triton.sparse import select_keys, sparse_mla
 
 
 def make_ops() -> Ops:
@@ -36,19 +39,29 @@ def make_ops() -> Ops:
         rope=rope,
         write=write,
         write_latent=write_latent,
+        sample=sample,
         gqa=attention.gqa,
         mla=attention.mla,
         reads_pages=reads_pages,
         hybrid=replace(
             plain.hybrid,
+            attend=hybrid.attend,
             route_scores=route_scores,
             clamped_act_mul=clamped_act_mul,
             clamped_experts=experts.clamped_experts,
         ),
-        blocks=replace(plain.blocks, act_mul=oai_act_mul, experts=experts.oai_experts),
+        blocks=replace(
+            plain.blocks,
+            select=block_sparse.select,
+            attend=block_sparse.attend,
+            act_mul=oai_act_mul,
+            experts=experts.oai_experts,
+        ),
         sparse=replace(
             plain.sparse,
             layer_norm=layer_norm,
+            select_keys=select_keys,
+            sparse_mla=sparse_mla,
             write_record=write_record,
             read_record=read_record,
         ),
