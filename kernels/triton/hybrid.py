@@ -229,7 +229,7 @@ def _case(
         "entry_counts": "*i64", "sinks": "*fp32", "num_heads": "i32", "scale": "fp32",
         **dict.fromkeys(_STRIDES, "i32"),
     }  # fmt: skip
-    constants = {
+    constants: dict[str, int | None] = {
         "WIDTH": 512, "BLOCK_WIDTH": 512, "PAGE": 64, "HAS_ENTRIES": True,
         "IS_MIXED": codes is not None, "HEADS": heads, "KEYS": keys, "VALUES": 0, "TILE": 0,
         "SCALE_BASE": 0, "SCALE_BYTES": 0,
