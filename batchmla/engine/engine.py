@@ -194,6 +194,8 @@ class EngineCore:
         """After a step that did not fit: smaller ones, or the failure of a row that is too much by
         itself.
         """
+        if not chunks:
+            return []  # every row of it has ended since
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
         if self._scheduler.step_down(chunks, has_state=self._has_lanes):
