@@ -82,11 +82,15 @@ def test_windows_entries_and_sinks(heads: int, dtype: torch.dtype) -> None:
     assert torch.equal(reads.run(slice(5, 6)), out[5:6]), "a row alone"
 
 
-@pytest.mark.parametrize(("width", "rope"), [(32, 8), (128, 32), (96, 16)])
-@pytest.mark.parametrize("heads", [3, 40])
+@pytest.mark.parametrize(
+    ("heads", "width", "rope"),
+    [(3, 32, 8), (3, 96, 16), (40, 128, 32), (8, 512, 64), (64, 512, 64)],
+)
 def test_entries_as_records(heads: int, width: int, rope: int) -> None:
+    """Rows of the published width are of 448 values in tiles of 64 and a tail of 64."""
     reads = Reads(heads, width, torch.bfloat16, rope)
-    assert error(reads.run(), reads.expected()) <= 3e-3
+    some = slice(None) if width < 512 else slice(3, 6)
+    assert error(reads.run(some), reads.expected()[some]) <= 3e-3
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)

@@ -153,6 +153,30 @@ def test_long_rows_are_cut(length: int, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.parametrize("is_record", [False, True])
+def test_published_widths(is_record: bool) -> None:
+    """64 heads of 128 elements, pages of 64 keys, chunks on shared pages and single rows."""
+    choosing = make_choosing([(3, 190), (1, 130), (1, 129)], 128, 64)
+    q = torch.randn(choosing.num_rows, 64, 128).bfloat16()
+    weights = torch.randn(choosing.num_rows, 64)
+    keys, record = keys_of(choosing, torch.bfloat16, 128), None
+    cache = keys.view(-1, 64, 128)
+    if is_record:
+        record = key_record(128)
+        cache = recorded(keys, record, 64)
+        read = kernels.load("torch").sparse.read_record
+        keys = read(cache, torch.arange(len(keys)), record, torch.float32)
+    parts = IndexKeys.of(cache, record)
+    for group in choosing.groups:
+        rows = slice(group.first_row, group.first_row + group.num_rows)
+        scores = make_scores(group.num_rows, group.num_keys, q.device)
+        index_scores(q[rows], weights[rows], parts, group.pages_GP, group.visible_N, scores)
+        for at, row in enumerate(range(rows.start, rows.stop)):
+            seen = choosing.seen[row]
+            wanted = expected(q[row], weights[row], keys[seen])
+            assert error(scores[at, : len(seen)], wanted) < 1e-5
+
+
+@pytest.mark.parametrize("is_record", [False, True])
 def test_pages_may_lie_behind_32_bits(is_record: bool) -> None:
     record = key_record(WIDTH) if is_record else None
     width, dtype = (36, torch.uint8) if is_record else (WIDTH, torch.bfloat16)

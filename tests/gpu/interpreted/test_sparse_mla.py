@@ -69,6 +69,31 @@ def test_rows_over_their_slots(heads: int, dtype: torch.dtype, is_record: bool) 
     assert torch.equal(alone, out[:, 1:2])
 
 
+@pytest.mark.parametrize("heads", [16, 128])
+@pytest.mark.parametrize("is_record", [False, True])
+def test_published_widths(is_record: bool, heads: int) -> None:
+    """512 + 64 elements, pages of 64 rows; rows whose tiles differ in size by far."""
+    latent, rope, record = 512, 64, latent_record(512, 64)
+    sizes = (10.0 ** torch.randint(-3, 3, (192, 9))).repeat_interleave(64, dim=1)
+    rows = (torch.randn(192, latent + rope) * sizes).bfloat16()
+    cache = rows.view(3, 64, -1)
+    if is_record:
+        assert record.num_bytes == 656
+        cache = recorded(rows, record, 64)
+        read = kernels.load("torch").sparse.read_record
+        rows = read(cache, torch.arange(192), record, torch.bfloat16)
+    q_NHC = (torch.randn(1, heads, latent) * 0.1).bfloat16()
+    q_NHR = torch.randn(1, heads, rope).bfloat16()
+    slots = torch.randperm(192)[None, :100]
+    out = attend_slots(
+        q_NHC, q_NHR, LatentRows.of(cache, record if is_record else None), slots, 0.01
+    )
+    q_NHX, row_NKX = torch.cat((q_NHC, q_NHR), dim=2).double(), rows[slots].double()
+    weights = (torch.einsum("nhx,nkx->nhk", q_NHX, row_NKX) * 0.01).softmax(-1)
+    wanted = torch.einsum("nhk,nkc->hnc", weights, row_NKX[..., :latent])
+    assert error(out, wanted) <= RECORD_BOUND
+
+
 @pytest.mark.parametrize("count", [1, 15, 16, 17, 63, 64, 65])
 @pytest.mark.parametrize("heads", [4, 40])
 def test_any_number_of_slots(heads: int, count: int) -> None:
