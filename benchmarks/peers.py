@@ -98,6 +98,8 @@ def run(arguments: argparse.Namespace, results: Results) -> None:
                 print(f"{piece.name} failed: {error}", flush=True)
                 failed.append(piece)
                 race.close()
+    except KeyboardInterrupt:
+        sys.exit(f"stopped; what was found is in {results.path}")
     finally:
         race.close()
     if failed:
