@@ -20,6 +20,7 @@ from batchmla.weights.quant_config import Quantisation
 from batchmla.weights.quant_random import random_quantised
 from batchmla.weights.quant_read import read_expanded, read_quantised
 from batchmla.weights.rules import Piece, Rule, Skip, expand, refuse_cuts
+from batchmla.weights.staging import Staging
 
 logger = logging.getLogger(__name__)
 
@@ -130,7 +131,7 @@ def load(
     by_target: dict[str, list[Piece]] = {}
     for piece in expand(rules, placement):
         by_target.setdefault(piece.target, []).append(piece)
-    source = _Source(checkpoint, Storage(checkpoint.entries, quantisation))
+    source = _Source(checkpoint, Storage(checkpoint.entries, quantisation), Staging(device))
     schemes = {
         target: source.scheme(pieces, dtype)
         for target, pieces in by_target.items()
@@ -186,7 +187,8 @@ def _layer(target: str) -> str | None:
 class _Source:
     """The tensors of a checkpoint as the weights want them."""
 
-    def __init__(self, checkpoint: Checkpoint, storage: Storage) -> None:
+    def __init__(self, checkpoint: Checkpoint, storage: Storage, staging: Staging) -> None:
+        self._staging = staging
         self._checkpoint = checkpoint
         self._storage = storage
 
@@ -220,7 +222,9 @@ class _Source:
     ) -> Quantised:
         """Codes and scales of all pieces."""
         stored = [each for piece in pieces if (each := self._storage.find(piece.source))]
-        return read_quantised(self._checkpoint, pieces, stored, scheme, shape, device)
+        return read_quantised(
+            self._checkpoint, pieces, stored, scheme, shape, device, self._staging
+        )
 
     def plain(
         self, pieces: Sequence[Piece], weight: Weight, dtype: torch.dtype, device: torch.device
@@ -236,7 +240,7 @@ class _Source:
                 part = read_expanded(self._checkpoint, piece, stored, tensor.dtype)
             row = row_of.get(piece.expert, 0)
             place = tensor if piece.expert is None else tensor[piece.expert]
-            place[row : row + part.shape[0]].copy_(part)
+            self._staging.copy(place[row : row + part.shape[0]], part)
             row_of[piece.expert] = row + part.shape[0]
         rows = weight.shape[0] if pieces[0].expert is None else weight.shape[1]
         assert set(row_of.values()) == {rows}, f"{pieces[0].target}: {row_of} rows of {rows}"

@@ -11,6 +11,7 @@ from batchmla.weights.checkpoint import Checkpoint
 from batchmla.weights.faults import AGAIN
 from batchmla.weights.quant import Stored, scale_slices
 from batchmla.weights.rules import Piece
+from batchmla.weights.staging import Staging
 
 NO_EXPONENT = 255  # the byte of e8m0 that is no number
 
@@ -93,6 +94,7 @@ def read_quantised(
     scheme: Scheme,
     shape: tuple[int, ...],
     device: torch.device,
+    staging: Staging,
 ) -> Quantised:
     """The weight of `shape` that the pieces make, stacked in their order."""
     *stack, outputs, inputs = shape
@@ -107,8 +109,8 @@ def read_quantised(
         row, scale_row = places.get(piece.expert, (0, 0))
         stop, scale_stop = row + len(part.codes), scale_row + len(part.scales)
         at = (slice(None),) if piece.expert is None else (piece.expert,)
-        codes[at][row:stop].copy_(part.codes)
-        scales[at][scale_row:scale_stop].copy_(_as(part.scales, scheme.scale_dtype))
+        staging.copy(codes[at][row:stop], part.codes)
+        staging.copy(scales[at][scale_row:scale_stop], _as(part.scales, scheme.scale_dtype))
         scale_row_O[row:stop] = part.scale_row_O + scale_row
         places[piece.expert] = (stop, scale_stop)
     wanted = {(outputs, scheme.scale_rows)}

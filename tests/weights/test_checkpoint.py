@@ -322,3 +322,22 @@ def test_counted_bytes_are_those_of_the_loaded_model(
         for tensor in (*packed.laid_out, *filter(torch.is_tensor, (packed.plain, packed.panels))):
             held[id(tensor)] = math.prod(tensor.shape) * tensor.element_size()
     assert count_model(raw, Placement(), ops, dtype).weights_bytes == sum(held.values())
+
+
+def test_layers_are_counted_while_they_are_read(
+    saved: dict[str, Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    raw, ops = read_config(saved["v3"]), kernels.load("reference")
+    family = get_family(raw)
+    config = family.Config.from_hf(raw)
+    told = []
+    for log_every_s in (0.0, 60.0):
+        caplog.clear()
+        model = family.build(config, Par.single(), ops)
+        with caplog.at_level(logging.INFO, "batchmla"):
+            load(
+                model, Checkpoint.open(saved["v3"]), family.rules(config), Placement(), ops,
+                torch.float32, CPU, log_every_s=log_every_s,
+            )  # fmt: skip
+        told.append([each.getMessage() for each in caplog.records])
+    assert told == [[f"loading {done}/3 layers" for done in (1, 2, 3)], []]

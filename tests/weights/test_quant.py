@@ -25,6 +25,7 @@ from batchmla.weights.quant import Storage, scheme_of
 from batchmla.weights.quant_config import read_quantisation
 from batchmla.weights.quant_read import read_expanded, read_quantised
 from batchmla.weights.rules import Rule, expand
+from batchmla.weights.staging import Staging
 
 CPU = torch.device("cpu")
 SHAPE = (576, 320)  # partial blocks of 128 at both edges
@@ -89,7 +90,9 @@ class One:
         rows = sum(piece.slices[0].stop - piece.slices[0].start for piece in pieces)
         columns = pieces[0].slices[1].stop - pieces[0].slices[1].start
         found = [one for one in stored if one]
-        return read_quantised(self.checkpoint, pieces, found, scheme, (rows, columns), CPU)
+        return read_quantised(
+            self.checkpoint, pieces, found, scheme, (rows, columns), CPU, Staging(CPU)
+        )
 
 
 @pytest.mark.parametrize("form", FORMATS)
