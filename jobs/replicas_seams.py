@@ -25,8 +25,9 @@ from batchmla.jobs.local import (
     local_text,
     plan_local_engine,
 )
-from batchmla.jobs.manifest import model_fingerprint, versions
+from batchmla.jobs.manifest import model_fingerprint, read_manifest, versions
 from batchmla.jobs.read import open_job_input
+from batchmla.jobs.remote import place_of
 from batchmla.jobs.remote_store import store_at
 from batchmla.jobs.replicas import ReplicaEngine
 from batchmla.jobs.replicas_actor import Loaded, ReplicaFacts
@@ -170,6 +171,7 @@ class _Neighbours:
             num_replicas=spec.executor.bounds[1],
             num_ranks=config.placement.num_ranks,
             on_gpu=on_gpu,
+            wished_cpus=_threads_before(spec),
         )
         share = spec.model.memory_utilization * shape.memory_share
         each = _with_model(whole, memory_utilization=share)
@@ -241,6 +243,16 @@ def _refusal(
         return f"engine.deterministic needs equal nodes, but {words}"
     _LOG.warning("%s: rows may differ between replicas in near-ties", words)
     return None
+
+
+def _threads_before(spec: JobSpec) -> int | None:
+    """Of a job in exact mode that was begun: its rows depend on them, so they stay the same with
+    another number of replicas, or of nodes.
+    """
+    if not spec.engine.deterministic:
+        return None
+    manifest = read_manifest(place_of(spec.output.path))
+    return None if manifest is None else int(manifest.numerics.get("threads", 0)) or None
 
 
 def _with_model(spec: JobSpec, **fields: Any) -> JobSpec:

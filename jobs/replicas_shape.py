@@ -46,23 +46,32 @@ class ReplicaShape:
 
 
 def shape_of(
-    nodes: Sequence[Node], *, num_replicas: int, num_ranks: int, on_gpu: bool
+    nodes: Sequence[Node],
+    *,
+    num_replicas: int,
+    num_ranks: int,
+    on_gpu: bool,
+    wished_cpus: int | None = None,
 ) -> ReplicaShape:
     """On GPUs one and a processor for each rank. Without, the most processors each with which
-    `num_replicas` fit, and no less than one a rank.
+    `num_replicas` fit, and no less than one a rank; or `wished_cpus` where a node has as many.
     """
     if on_gpu:
         return ReplicaShape(num_cpus=num_ranks, num_gpus=num_ranks, memory_share=1.0)
+    if wished_cpus is None or all(node.num_cpus < wished_cpus for node in nodes):
+        wished_cpus = _most_cpus(nodes, num_replicas, num_ranks)
+    crowd = max((node.num_cpus // wished_cpus for node in nodes), default=1)
+    most = max(1, min(crowd, num_replicas))
+    return ReplicaShape(num_cpus=wished_cpus, num_gpus=0, memory_share=1 / most)
+
+
+def _most_cpus(nodes: Sequence[Node], num_replicas: int, num_ranks: int) -> int:
     most_cpus = max((node.num_cpus for node in nodes), default=0)
-    num_cpus = next(
+    return next(
         (
             each
             for each in range(most_cpus, num_ranks, -1)
             if sum(node.num_cpus // each for node in nodes) >= num_replicas
         ),
         num_ranks,
-    )
-    crowd = max(1, *(node.num_cpus // num_cpus for node in nodes)) if nodes else 1
-    return ReplicaShape(
-        num_cpus=num_cpus, num_gpus=0, memory_share=1 / min(crowd, max(1, num_replicas))
     )

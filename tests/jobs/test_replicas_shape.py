@@ -30,6 +30,18 @@ def test_processors_are_shared_among_all_replicas(
     assert shape.bundle == {"CPU": float(cpus)}, "no GPU is asked for on a CPU host"
 
 
+def test_a_job_in_exact_mode_keeps_its_threads_where_a_node_has_as_many() -> None:
+    def cpus(*counts: int) -> tuple[int, float]:
+        shape = shape_of(
+            cpu_nodes(*counts), num_replicas=4, num_ranks=1, on_gpu=False, wished_cpus=4
+        )
+        return shape.num_cpus, shape.memory_share
+
+    assert cpus(4) == (4, 1.0)
+    assert cpus(64, 64) == (4, 1 / 4)
+    assert cpus(2, 3) == (1, 1 / 3)  # the run is then refused by its manifest
+
+
 def test_each_rank_has_a_processor() -> None:
     shape = shape_of(cpu_nodes(2), num_replicas=4, num_ranks=2, on_gpu=False)
     assert shape.num_cpus == 2
