@@ -90,7 +90,7 @@ class SpreadExperts(Block):
         self, run: ExpertsCall, x_TM: torch.Tensor, weights_TA: torch.Tensor, ids_TA: torch.Tensor
     ) -> torch.Tensor:
         """Each choice by itself, so that a token's experts are summed as it chose them, wherever
-        they are: bit for bit what one rank makes of them."""
+        they are: bit for bit what one rank makes of them by torch's products."""
         num_choices, active = ids_TA.numel(), ids_TA.shape[1]
         ids_X1 = ids_TA.reshape(num_choices, 1)
         x_XM = x_TM.repeat_interleave(active, dim=0)
