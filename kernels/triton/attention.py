@@ -37,6 +37,7 @@ class Device:
 
     has_tma: bool
     codes: torch.dtype  # by which e4m3 is read
+    has_tensor_memory: bool = False
 
     @classmethod
     def of(cls, device: torch.device) -> "Device":
@@ -45,7 +46,11 @@ class Device:
             return cls(has_tma=False, codes=torch.float8_e4m3fn)
         capability = torch.cuda.get_device_capability(device)
         codes = torch.float8_e4m3fn if capability >= (8, 9) else torch.uint8
-        return cls(has_tma=capability >= (9, 0), codes=codes)
+        return cls(
+            has_tma=capability >= (9, 0),
+            codes=codes,
+            has_tensor_memory=(10, 0) <= capability < (12, 0),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,7 +184,10 @@ class Attention:
         rows = LatentRows.of(cache_PBW, dims, record, device.codes)
         for is_narrow in (True, False):
             choose = narrow_tiling if is_narrow else wide_tiling
-            tiling = choose(dims.heads, q_NHX.element_size(), has_records=record is not None)
+            tiling = choose(
+                dims.heads, q_NHX.element_size(), has_records=record is not None,
+                has_tensor_memory=device.has_tensor_memory,
+            )  # fmt: skip
             tiling = replace(tiling, split_tokens=self._split(tiling.split_tokens))
             tables = latent_splits(
                 spans, dims.heads, tiling, q_NHX.device, is_narrow=is_narrow, is_part=is_part

@@ -219,22 +219,29 @@ class LatentTiling:
     num_stages: int
 
 
-def narrow_tiling(heads: int, itemsize: int, *, has_records: bool) -> LatentTiling:
-    """For one query of up to NARROW_HEADS heads; `itemsize` is that of the queries."""
+def narrow_tiling(
+    heads: int, itemsize: int, *, has_records: bool, has_tensor_memory: bool = False
+) -> LatentTiling:
+    """For one query of up to NARROW_HEADS heads; `itemsize` is that of the queries. Operands of
+    products into tensor memory (from sm_100 on) take more of the shared memory."""
     rows = max(16, triton.next_power_of_2(heads))
     if itemsize > 2:
         return LatentTiling(rows=16, keys=16, split_tokens=1024, num_warps=4, num_stages=1)
     if has_records:
         return LatentTiling(rows=16, keys=32, split_tokens=1024, num_warps=8, num_stages=3)
-    num_warps = 4 if rows == 16 else 8
-    return LatentTiling(rows=rows, keys=64, split_tokens=1024, num_warps=num_warps, num_stages=2)
+    return LatentTiling(
+        rows=rows, keys=64, split_tokens=1024,
+        num_warps=4 if rows == 16 else 8, num_stages=1 if has_tensor_memory else 2,
+    )  # fmt: skip
 
 
-def wide_tiling(heads: int, itemsize: int, *, has_records: bool) -> LatentTiling:
+def wide_tiling(
+    heads: int, itemsize: int, *, has_records: bool, has_tensor_memory: bool = False
+) -> LatentTiling:
     """For blocks of rows."""
     if itemsize > 2:
         return LatentTiling(rows=32, keys=16, split_tokens=2048, num_warps=8, num_stages=1)
-    keys = 32 if has_records else 64
+    keys = 32 if has_records or has_tensor_memory else 64
     return LatentTiling(rows=WIDE_ROWS, keys=keys, split_tokens=2048, num_warps=8, num_stages=2)
 
 
@@ -281,13 +288,10 @@ _SHAPES = {
 }  # fmt: skip
 
 
-def _case(heads: int, *, is_boxed: bool, has_records: bool, targets: tuple[int, ...]) -> AotCase:
-    is_narrow = heads <= NARROW_HEADS
-    chosen = (
-        narrow_tiling(heads, 2, has_records=has_records)
-        if is_narrow
-        else wide_tiling(heads, 2, has_records=has_records)
-    )
+def _case(heads: int, *, has_records: bool, target: int) -> AotCase:
+    is_narrow, is_boxed = heads <= NARROW_HEADS, target >= 90
+    choose = narrow_tiling if is_narrow else wide_tiling
+    chosen = choose(heads, 2, has_records=has_records, has_tensor_memory=target >= 100)
     types = dict(_SHAPES)
     constants: dict[str, Any] = {
         "HEADS": heads, "LATENT": 512, "ROPE": 64, "BLOCK_C": 512, "BLOCK_R": 64,
@@ -308,7 +312,7 @@ def _case(heads: int, *, is_boxed: bool, has_records: bool, targets: tuple[int, 
         constants |= {"latent_box": None, "tail_box": None}
     cache = "fp8" if has_records else "bf16"
     return AotCase(
-        name=f"mla decode {cache} {heads} heads {'boxes' if is_boxed else 'pointers'}",
+        name=f"mla decode {cache} {heads} heads for sm_{target}",
         kernel=_narrow_kernel if is_narrow else _wide_kernel,
         types=types,
         constants=constants,
@@ -319,13 +323,13 @@ def _case(heads: int, *, is_boxed: bool, has_records: bool, targets: tuple[int, 
         num_warps=chosen.num_warps,
         num_stages=chosen.num_stages,
         requires=("HGMMA", "UTMALDG") if is_boxed else (),
-        targets=targets,
+        targets=(target,),
     )  # fmt: skip
 
 
 AOT_CASES = tuple(
-    _case(heads, is_boxed=is_boxed, has_records=has_records, targets=targets)
+    _case(heads, has_records=has_records, target=target)
     for has_records in (False, True)
     for heads in (16, 32, 128)
-    for is_boxed, targets in ((True, (90, 100)), (False, (80,)))
+    for target in (80, 90, 100)
 )
