@@ -122,6 +122,7 @@ def draft(
     max_batched_tokens = options.max_batched_tokens or max(
         max_num_seqs, _step_tokens(hardware, placement)
     )
+    reads_pages = _reads_pages(config, settle_backend(options, hardware))
     workspace = Workspace(
         row_width=-(-config.mha_row_width // placement.tensor),
         dtype_bytes=DTYPE_BYTES[dtype],
@@ -134,7 +135,8 @@ def draft(
         if kv_dtype in DTYPE_BYTES
         else layout_of(dtype, placement, page_tokens).token_bytes / layout.token_bytes,
         chosen_width=_chosen_width(config) if placement.attention_data > 1 else 0,
-        max_expanded_bytes=_max_expanded_bytes(config, hardware),
+        max_expanded_bytes=MAX_EXPANDED_BYTES if reads_pages else None,
+        reads_pages=reads_pages,
     )
     pool = Pool(
         options=options,
@@ -214,11 +216,10 @@ def _step_tokens(hardware: Hardware, placement: Placement) -> int:
     return 8192 if placement.attention_data == 1 else 4096
 
 
-def _max_expanded_bytes(config: ModelConfig, hardware: Hardware) -> int | None:
-    """Latent rows are expanded for a few heads at a time by torch's kernels; GQA's are whole, and
-    the compiled kernels of CPUs have bounds of their own, which are not counted on."""
-    is_latent = "mla" in config.attention_kinds
-    return MAX_EXPANDED_BYTES if hardware.kind == "cuda" and is_latent else None
+def _reads_pages(config: ModelConfig, backend: Backend) -> bool:
+    """Whether all attention reads pages where they lie, and expands latents a few at a time. The
+    compiled kernels of CPUs do both as well, but are not there on every machine."""
+    return backend == "triton" and set(config.attention_kinds) <= {"mla", "gqa"}
 
 
 def _chosen_width(config: ModelConfig) -> int:

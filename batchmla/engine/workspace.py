@@ -16,9 +16,10 @@ class Workspace:
     `max_expanded_bytes`, plus a mask of chunk times context; the logits as four float32 copies for
     every sequence. Decoding gathers one layer's rows of all sequences: up to 1 / num_layers of the
     pool, `gather_share`; exact mode pads each sequence's by up to half. Rows kept as records are
-    then decoded into `decoded_share` times their bytes. Where several attention groups share
-    experts, a token's `chosen_width` (experts times model width, once for each choice) comes in,
-    goes out and is added up in float32.
+    then decoded into `decoded_share` times their bytes. A back end that `reads_pages` where they
+    lie needs neither mask nor gathered rows. Where several attention groups share experts, a
+    token's `chosen_width` (experts times model width, once for each choice) comes in, goes out and
+    is added up in float32.
     """
 
     row_width: int
@@ -31,6 +32,7 @@ class Workspace:
     decoded_share: float = 0.0
     chosen_width: int = 0
     max_expanded_bytes: int | None = None
+    reads_pages: bool = False
 
     def fixed_bytes(self, max_model_len: int) -> int:
         """The part that does not grow with the pool."""
@@ -40,7 +42,8 @@ class Workspace:
         expanded = num_keys * 2 * self.row_width * self.dtype_bytes
         if self.max_expanded_bytes is not None:
             expanded = min(expanded, self.max_expanded_bytes)
-        attention = expanded + num_keys * chunk_tokens * self.dtype_bytes
+        mask = 0 if self.reads_pages else num_keys * chunk_tokens * self.dtype_bytes
+        attention = expanded + mask
         logits = 4 * self.max_num_seqs * self.vocab_size * 4
         exchanged = self.max_batched_tokens * self.chosen_width * (2 * self.dtype_bytes + 4)
         return activations + attention + logits + exchanged
@@ -48,5 +51,7 @@ class Workspace:
     @property
     def gather_share(self) -> float:
         """Gathered bytes as a share of the pool's."""
+        if self.reads_pages:
+            return 0.0
         gathered = (1.5 if self.is_exact else 1.0) / self.num_layers
         return gathered * (1 + self.decoded_share)

@@ -14,7 +14,7 @@ from tiny import read_config, write_tiny
 from batchmla.core import EngineOptions, Prompt, SamplingParams
 from batchmla.engine.engine import EngineCore, load_engine, plan_engine
 from batchmla.engine.group import Chunk
-from batchmla.engine.hardware import parse_hardware
+from batchmla.engine.hardware import Hardware, parse_hardware
 from batchmla.engine.sampler import Draw
 from batchmla.engine.sequence import Sequence
 
@@ -125,6 +125,11 @@ def test_capacity_counts_every_byte(
     assert plain.layout.token_bytes == plain_bytes
     assert drafted.kv_pool_bytes == drafted.num_pages * drafted.layout.page_tokens * row_bytes
     assert drafted.kv_capacity_tokens > plain.kv_capacity_tokens
-    # rows that are read are gathered and decoded, layer by layer: memory besides the pool
-    gathered = drafted.kv_pool_bytes / raw["num_hidden_layers"] * (1 + plain_bytes / row_bytes)
-    assert drafted.memory.workspace_bytes > gathered
+    # GPUs read records where they lie; on a processor rows are gathered and decoded, layer by layer
+    assert drafted.memory.workspace_bytes == plain.memory.workspace_bytes
+    size = 2**34
+    here = plan_engine(
+        raw, options, Hardware(name="CPU", kind="cpu", memory_bytes=size, free_bytes=size)
+    )
+    gathered = here.kv_pool_bytes / raw["num_hidden_layers"] * (1 + plain_bytes / row_bytes)
+    assert here.memory.workspace_bytes > gathered
