@@ -84,6 +84,8 @@ class Fp8Linears:
     def _layout(self, device: torch.device) -> Layout | None:
         """The one that works there, tried once."""
         if device not in self._layouts:
+            if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+                return None  # a trial reads its result
             self._layouts[device] = self._try(device)
         return self._layouts[device]
 

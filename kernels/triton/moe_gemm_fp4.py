@@ -65,7 +65,7 @@ def _add_product(
     group = start // GROUP_SIZE + tl.arange(0, BLOCK_K // GROUP_SIZE)
     is_group = (group * GROUP_SIZE < inputs)[None, :]
     scales = tl.load(scale_rows + group[None, :], mask=is_group, other=ONE)
-    return tl.dot_scaled(codes, scales, CODES, tl.trans(x), None, ROWS, acc=total)
+    return tl.dot_scaled(codes, scales, CODES, tl.trans(x), None, ROWS, acc=total, fast_math=True)
 
 
 @triton.jit
