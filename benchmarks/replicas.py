@@ -1,12 +1,12 @@
 """Two replicas on Ray beside one, each with one thread, and beside one engine without Ray.
 
-    python benchmarks/replicas.py                        # 3 rounds over 1,000 documents
+    python benchmarks/replicas.py                        # 3 rounds over 600 documents
     python benchmarks/replicas.py --rows 40 --rounds 1   # does it run?
 
 Held-out documents through builtin:tally in exact mode, so that all runs generate the same tokens.
 The kinds run in turns, in another order each round, each run a process of its own with a Ray of its
 own; generated tokens/s are those of the run's summary, from the first replica that is ready to the
-last row. The ratio is that of medians. Results go to benchmarks/results/replicas.json.
+last row. On two cores all of it takes about a quarter of an hour. The ratio is that of medians. Results go to benchmarks/results/replicas.json.
 """
 
 import argparse
@@ -46,7 +46,7 @@ def run(kind: str, documents: Path, max_tokens: int) -> dict[str, Any]:
         "input": {"path": str(documents), "id": "doc_id"},
         "prompt": {"user": "{{ document }}"},
         "sampling": {"temperature": 0, "max_tokens": max_tokens},
-        "engine": {"deterministic": True, "max_num_seqs": 64},
+        "engine": {"deterministic": True, "max_num_seqs": 32},
         "executor": EXECUTORS[kind],
         "output": {"path": str(OUT / kind)},
     }
@@ -72,7 +72,7 @@ def answers(kind: str) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rows", type=int, default=1000)
+    parser.add_argument("--rows", type=int, default=600)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--max-tokens", type=int, default=400)
     parser.add_argument("--results", type=Path, default=RESULTS)

@@ -102,6 +102,8 @@ def plan_job(loaded: LoadedSpec, hardware: str | None = None, *, calibrates: boo
     layout, placement = config.layout, config.placement
     found, recommended = recommend(facts.raw, options, machine, counts)
     times = _times(loaded, config, machine, counts, calibrates=calibrates)
+    if spec.executor.kind == "ray":
+        notes.append(f"sizes and time are those of one replica; {_replicas(spec)} share the rows")
     predicted = predict_time(facts.raw, config, machine, counts, times, notes)
     return Plan(
         job=spec.name,
@@ -153,6 +155,11 @@ def plan_job(loaded: LoadedSpec, hardware: str | None = None, *, calibrates: boo
         packing=_packing_words(spec),
         notes=notes,
     )
+
+
+def _replicas(spec: JobSpec) -> str:
+    fewest, most = spec.executor.bounds
+    return str(fewest) if fewest == most else f"{fewest} to {most}"
 
 
 def _quantised_note(method: str, config: EngineConfig) -> str:

@@ -177,7 +177,7 @@ class Pool:
         free = plan.most - len(workers)
         wanted = min(free, -(-waiting // plan.sizes.replica_rows))
         if wanted > 0 and all(each.phase is Phase.RUNNING for each in workers):
-            _LOG.info("%d more replicas are asked for", wanted)
+            _LOG.info("rows wait: more replicas asked for: %d", wanted)
             for _ in range(wanted):
                 self._hire()
         elif self._backlog.waiting_rows == 0 and len(workers) > plan.fewest:

@@ -111,7 +111,7 @@ class _Neighbours:
             (here,) = self._nodes
             cluster = self._cluster = Cluster("local", here)
         fewest, most = spec.executor.bounds
-        _LOG.info("asking for %d replicas of %s each", fewest, decided.shape.words)
+        _LOG.info("replicas asked for: %d, of %s each", fewest, decided.shape.words)
         plan = PoolPlan(
             make=partial(make_replica, decided.spec, decided.threads),
             refuse=partial(

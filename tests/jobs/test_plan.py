@@ -194,3 +194,9 @@ def test_a_plan_allocates_no_model(r1: LoadedSpec, monkeypatch: pytest.MonkeyPat
     tracemalloc.stop()
     assert plan.weights_bytes > 671 * 10**9
     assert peak_bytes < 64 * 2**20 and sum(made) < 2**20
+
+
+def test_replicas_are_said_to_share_the_rows(tmp_path: Path) -> None:
+    executor = {"kind": "ray", "replicas": {"min": 2, "max": 5}}
+    plan = plan_job(job_on("builtin:tally", tmp_path, ["2 pens"], executor=executor))
+    assert "sizes and time are those of one replica; 2 to 5 share the rows" in plan.notes
