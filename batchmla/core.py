@@ -274,7 +274,7 @@ class EngineStats:
     generated_tokens: int = 0
     preemptions: int = 0
     step_downs: int = 0  # steps that ran out of memory and were made smaller
-    peak_bytes: int = 0  # memory taken at most since before the weights were loaded; 0: not known
+    peak_bytes: int = 0  # memory of weights, cache and steps at most; 0: not known
     step_s: float = 0.0  # time inside forward passes and sampling
     expert_load: ExpertLoad | None = None  # of experts dealt to several ranks, as last counted
 

@@ -299,8 +299,10 @@ def load_engine(options: EngineOptions, *, vocab_limit: int | None = None) -> En
     memory = PeakMemory(plan.device)
     ranks = Ranks(plan) if config.placement.num_ranks > 1 else None
     vocab_size: int = facts[1].vocab_size
+    forward = _build(plan, ranks)
+    memory.restart()  # files that were read for the weights are not the engine's
     return EngineCore(
-        _build(plan, ranks),
+        forward,
         config.layout,
         num_pages=config.num_pages,
         limits=config.limits,

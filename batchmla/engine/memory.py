@@ -21,13 +21,19 @@ class PeakMemory:
         self._device = device
         self._proc = proc
         self._base_bytes = 0
+        self.restart()
         if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(device)
             self._base_bytes = torch.cuda.memory_allocated(device)
+        else:
+            self._base_bytes = self._resident("VmRSS") or 0
+
+    def restart(self) -> None:
+        """Forgets the peak, not what was taken before the start."""
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
             return
         with suppress(OSError):  # then the peak is that of the process's whole life
-            (proc / "clear_refs").write_text(_RESET_PEAK)
-        self._base_bytes = self._resident("VmRSS") or 0
+            (self._proc / "clear_refs").write_text(_RESET_PEAK)
 
     def peak_bytes(self) -> int:
         """The most bytes taken beyond those at the start; 0 where the system does not tell."""
