@@ -5,12 +5,14 @@ width of a head's keys and values alike, C channels of the convolution, W tokens
 X rows that lie in one tensor.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
+
+from batchmla.kernels.groups import Kept
 
 HostInts = npt.NDArray[np.int64]
 
@@ -26,6 +28,7 @@ class LaneRows:
     starts_S1: HostInts
     lanes_S: HostInts
     is_first_S: npt.NDArray[np.bool_]
+    kept: Kept = field(default_factory=Kept, repr=False, compare=False)
 
 
 class ConvolveOp(Protocol):

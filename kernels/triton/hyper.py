@@ -11,7 +11,7 @@ TOKENS = 32
 WARPS = 1
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _hyper_kernel(
     mixed, base, scale, pre, post, mix, row_stride, num_tokens, num_rounds, eps,
     STREAMS: tl.constexpr, PADDED: tl.constexpr, TOKENS: tl.constexpr,

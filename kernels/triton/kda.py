@@ -13,7 +13,7 @@ TILE_VALUES = 2048
 WARPS = 4
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "num_tokens"])
 def _convolve_kernel(
     x, weight, places, out, x_stride, num_rows, num_tokens, width,
     TAPS: tl.constexpr, COLUMNS: tl.constexpr,
@@ -68,7 +68,7 @@ def _gates_kernel(
         tl.store(beta + token * num_heads + heads, strength, mask=is_head)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _gated_norm_kernel(
     x, gate, weight, out, num_rows, width, eps, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):

@@ -13,6 +13,7 @@ import triton.language as tl
 
 from batchmla.kernels.kda_ops import LaneRows
 from batchmla.kernels.triton.aot import AotCase
+from batchmla.kernels.triton.spans import put
 
 COLUMNS = 16
 WARPS = 1
@@ -66,29 +67,36 @@ def delta(
     state_LHX: torch.Tensor,
     rows: LaneRows,
 ) -> torch.Tensor:
-    """See `DeltaOp`; the longest sequences begin first."""
+    """See `DeltaOp`. The plan of a step is sent to the device once for all layers."""
     num_tokens, num_heads, width = q_THD.shape
     assert state_LHX.shape[1:] == (num_heads, width * width), (state_LHX.shape, q_THD.shape)
     assert state_LHX.dtype == torch.float32 and state_LHX[0].is_contiguous(), state_LHX.stride()
     out_THD = torch.empty(num_tokens, num_heads, width, device=q_THD.device)
-    counts_S = np.diff(rows.starts_S1)
-    order = np.argsort(-counts_S, kind="stable")[: int((counts_S > 0).sum())]
-    if not len(order):
+    if not num_tokens:
         return out_THD
-    plan = (rows.starts_S1[:-1], rows.starts_S1[1:], rows.lanes_S, rows.is_first_S)
-    plan_S4 = np.stack([column[order].astype(np.int64) for column in plan], axis=1)
-    plan_on_device_S4 = torch.from_numpy(plan_S4).to(q_THD.device, non_blocking=True)
+    plan_S4: torch.Tensor = rows.kept.get(
+        ("delta", q_THD.device), lambda: put(_plan(rows), q_THD.device)
+    )
     q_THD, k_THD, v_THD = (x if x.stride(2) == 1 else x.contiguous() for x in (q_THD, k_THD, v_THD))
     keys = triton.next_power_of_2(width)
     columns = min(keys, COLUMNS)
     num_parts = triton.cdiv(width, columns)
-    _delta_kernel[(num_heads * num_parts, len(order))](
+    _delta_kernel[(num_heads * num_parts, len(plan_S4))](
         q_THD, k_THD, v_THD, decay_THD.contiguous(), beta_TH.contiguous(), state_LHX,
-        plan_on_device_S4, out_THD, *q_THD.stride()[:2], *k_THD.stride()[:2], *v_THD.stride()[:2],
+        plan_S4, out_THD, *q_THD.stride()[:2], *k_THD.stride()[:2], *v_THD.stride()[:2],
         state_LHX.stride(0), num_heads, width, num_parts, LENGTH_EPS,
         KEYS=keys, COLUMNS=columns, num_warps=WARPS,
     )  # fmt: skip
     return out_THD
+
+
+def _plan(rows: LaneRows) -> torch.Tensor:
+    """[S, 4] int64: first row, row behind the last, lane, whether it begins; of the sequences with
+    rows, the longest first."""
+    counts_S = np.diff(rows.starts_S1)
+    order = np.argsort(-counts_S, kind="stable")[: int((counts_S > 0).sum())]
+    columns = (rows.starts_S1[:-1], rows.starts_S1[1:], rows.lanes_S, rows.is_first_S)
+    return torch.from_numpy(np.stack([x[order].astype(np.int64) for x in columns], axis=1))
 
 
 _INTS = (

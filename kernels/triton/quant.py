@@ -43,7 +43,7 @@ def decode_e4m3(codes):
     return bits.to(tl.float32, bitcast=True)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["scale_group_stride"])
 def _quantise_kernel(
     x, codes, scales, x_stride, width, scale_row_stride, scale_group_stride,
     GROUPS: tl.constexpr, GROUP_SIZE: tl.constexpr,
@@ -68,7 +68,7 @@ def _store_codes(values, codes, inside, scales, has_group):
     tl.store(scales, scale, mask=has_group)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["scale_group_stride"])
 def _norm_quantise_kernel(
     x, residual, weight, total, codes, scales, x_stride, width, eps,
     scale_row_stride, scale_group_stride,

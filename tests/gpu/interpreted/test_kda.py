@@ -83,6 +83,16 @@ def test_a_cut_or_neighbours_change_nothing() -> None:
     assert torch.equal(cut_state[lanes], whole_state[lanes])
 
 
+def test_the_plan_is_sent_once_for_all_layers() -> None:
+    case = Case.make([2, 1], 16)
+    first, second = case.lanes.clone(), case.lanes.clone()
+    out = delta(*case.inputs, first, case.rows)
+    plan = case.rows.kept.get(("delta", out.device), lambda: None)
+    assert torch.equal(delta(*case.inputs, second, case.rows), out)
+    assert torch.equal(first.nan_to_num(), second.nan_to_num())
+    assert plan is case.rows.kept.get(("delta", out.device), lambda: None) and len(plan) == 2
+
+
 def test_lanes_beyond_31_bits() -> None:
     case = Case.make([2], 16)
     size = HEADS * 16**2
