@@ -61,16 +61,6 @@ def scale_values(scales):
 
 
 @triton.jit
-def _weight_scales(
-    scales, scale_rows, expert_scales, output, block, blocks,
-    HAS_MAP: tl.constexpr,
-):  # fmt: skip
-    """float32, of one output or of many."""
-    row = tl.load(scale_rows + output) if HAS_MAP else output
-    return scale_values(tl.load(scales + expert_scales + row.to(tl.int64) * blocks + block))
-
-
-@triton.jit
 def _block_sums(
     rows, weight, rows_scale, weight_scale, IS_SWAPPED: tl.constexpr, IS_UNIFORM: tl.constexpr
 ):
@@ -125,7 +115,13 @@ def _gemm_kernel(
         row = expert.to(tl.int64) * expert_rows + output
         gate_rows = weight + row[:, None] * inputs + k[None, :]
         up_rows = weight + (row + outputs)[:, None] * inputs + k[None, :]
-    scaled = first_output if IS_UNIFORM else output
+    scaled = first_output if IS_UNIFORM else output  # one, or each
+    gate_row = tl.load(scale_rows + scaled) if HAS_MAP else scaled
+    gate_scales = scales + expert_scales + gate_row.to(tl.int64) * blocks
+    up_scales = gate_scales
+    if IS_UP:
+        up_row = tl.load(scale_rows + scaled + outputs) if HAS_MAP else scaled + outputs
+        up_scales = scales + expert_scales + up_row.to(tl.int64) * blocks
     if IS_SWAPPED:
         gates = tl.zeros([BLOCK_O, BLOCK_T], tl.float32)
     else:
@@ -143,18 +139,14 @@ def _gemm_kernel(
             gate = weight.load([box_row, start])
         else:
             gate = tl.load(gate_rows + start, mask=beyond, other=0.0)
-        gate_scale = _weight_scales(
-            scales, scale_rows, expert_scales, scaled, block, blocks, HAS_MAP
-        )
+        gate_scale = scale_values(tl.load(gate_scales + block))
         gates += _block_sums(rows, gate, rows_scale, gate_scale, IS_SWAPPED, IS_UNIFORM)
         if IS_UP:
             if HAS_BOXES:
                 up = weight.load([box_row + outputs, start])
             else:
                 up = tl.load(up_rows + start, mask=beyond, other=0.0)
-            up_scale = _weight_scales(
-                scales, scale_rows, expert_scales, scaled + outputs, block, blocks, HAS_MAP
-            )
+            up_scale = scale_values(tl.load(up_scales + block))
             ups += _block_sums(rows, up, rows_scale, up_scale, IS_SWAPPED, IS_UNIFORM)
     result = gates
     if IS_UP:
