@@ -169,7 +169,8 @@ _NUMBERS = ("length", "num_chunks", "chunk_scores", "count", "row_heads", "unit"
             "pages_stride")  # fmt: skip
 
 
-def _case(name: str, *, is_first: bool, is_last: bool, page: int) -> AotCase:
+def _case(name: str, *, is_first: bool, is_last: bool, page: int, ones: tuple[str, ...]) -> AotCase:
+    """`ones` are the numbers that are 1, for which Triton compiles a form of its own."""
     pointers = {
         "scores": "*fp32" if is_first else "*i32",
         "places": None if is_first else "*i32",
@@ -179,19 +180,23 @@ def _case(name: str, *, is_first: bool, is_last: bool, page: int) -> AotCase:
         "out_keys": None if is_last else "*i32",
     }
     given = {key: kind for key, kind in pointers.items() if kind is not None}
-    absent = {key: kind for key, kind in pointers.items() if kind is None}
+    absent = {key: None for key, kind in pointers.items() if kind is None}
+    numbers = {key: "i32" for key in _NUMBERS if key not in ones}
     return AotCase(
-        name=f"top-k {name}", kernel=_topk_kernel,
-        types=given | dict.fromkeys(_NUMBERS, "i32"),
-        constants=absent | {"PAGE": page, "BLOCK": BLOCK, "IS_FIRST": is_first, "IS_LAST": is_last},
+        name=f"top-k {name}", kernel=_topk_kernel, types=given | numbers,
+        constants=absent | dict.fromkeys(ones, 1)
+        | {"PAGE": page, "BLOCK": BLOCK, "IS_FIRST": is_first, "IS_LAST": is_last},
         aligned=(*given, "chunk_scores", "row_stride", "count"),
         num_warps=num_warps(BLOCK), num_stages=1,
-        targets=(80, 90, 100) if is_first and is_last else (90,),
+        targets=(80, 90, 100) if is_first and is_last and page else (90,),
     )  # fmt: skip
 
 
 AOT_CASES = (
-    _case("of whole rows", is_first=True, is_last=True, page=64),
-    _case("of chunks", is_first=True, is_last=False, page=0),
-    _case("of what chunks chose", is_first=False, is_last=True, page=64),
-)
+    _case("of whole rows", is_first=True, is_last=True, page=64,
+          ones=("num_chunks", "row_heads", "unit")),
+    _case("of chunks", is_first=True, is_last=False, page=0, ones=("row_heads", "unit")),
+    _case("of what chunks chose", is_first=False, is_last=True, page=64,
+          ones=("num_chunks", "row_heads", "unit")),
+    _case("of blocks of keys", is_first=True, is_last=True, page=0, ones=("num_chunks",)),
+)  # fmt: skip
