@@ -24,6 +24,7 @@ from race.workloads import Rows, rows_of
 VOCAB = FIELDS["vocab_size"]  # both models have so many ids
 WARM_SEED = 10_000
 WARM_ROWS, WARM_TOKENS = 64, 8
+TRIAL_ROWS, TRIAL_TOKENS = 16, 32
 SWEPT_ROWS = 192
 SWEPT_SEQS = (32, 64, 128)
 SWEPT_TOKENS = (1024, 2048, 8192)
@@ -205,9 +206,9 @@ def _way(race: Race, piece: Piece, peer: str, worker: Worker | None) -> dict[str
     known = race.results.data.get("transformers", {}).get(piece.model)
     if known is not None or worker is None:
         return {"mode": known["mode"] if known else "generate", "batch": race.batch}
-    trial = asdict(rows_of("mixed", VOCAB, WARM_SEED, scale=8).cut(WARM_ROWS, WARM_TOKENS))
+    trial = asdict(rows_of("mixed", VOCAB, WARM_SEED, scale=4).cut(TRIAL_ROWS, TRIAL_TOKENS))
     tried = worker.ask("attempt", **trial)
-    found: Record = {"mode": "generate", "trial": f"8 rows of mixed, {WARM_TOKENS} tokens each"}
+    found: Record = {"mode": "generate", "trial": f"{TRIAL_ROWS} rows, {TRIAL_TOKENS} tokens each"}
     if "refusal" in tried:
         found["generate_batch"] = tried["refusal"]
     else:

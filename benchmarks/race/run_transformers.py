@@ -27,11 +27,13 @@ class Peer:
     """The model, and its continuous batching once it was asked for."""
 
     def __init__(self, folder: str) -> None:
+        config = transformers.AutoConfig.from_pretrained(folder)
+        has_experts = getattr(config, "n_routed_experts", None) is not None
         self.model: Any = transformers.AutoModelForCausalLM.from_pretrained(
             folder,
             dtype=torch.bfloat16,
             attn_implementation="sdpa",
-            experts_implementation="grouped_mm",
+            **({"experts_implementation": "grouped_mm"} if has_experts else {}),
         ).eval()
         self.model.generation_config.eos_token_id = None
         self.model.generation_config.pad_token_id = PAD_ID
