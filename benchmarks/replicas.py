@@ -6,7 +6,8 @@
 Held-out documents through builtin:tally in exact mode, so that all runs generate the same tokens.
 The kinds run in turns, in another order each round, each run a process of its own with a Ray of its
 own; generated tokens/s are those of the run's summary, from the first replica that is ready to the
-last row. On two cores all of it takes about a quarter of an hour. The ratio is that of medians. Results go to benchmarks/results/replicas.json.
+last row. The ratio is that of medians. On two cores all of it takes about a quarter of an hour.
+Results go to benchmarks/results/replicas.json.
 """
 
 import argparse

@@ -3,6 +3,7 @@
 The nodes are processes of this machine; nothing here is a GPU.
 """
 
+import logging
 import os
 import signal
 import threading
@@ -83,10 +84,12 @@ def at_rows(job: RayJob, count: int, act: Callable[[], None]) -> threading.Threa
 
 
 def test_two_replicas_give_the_rows_of_one_engine(job: RayJob) -> None:
-    with_text(job, 5, "bad")  # has no prompt
+    texts = sample_texts(NUM_ROWS)
+    texts[5], texts[150] = "bad", "poison"  # no prompt, and an error of the engine
+    write_rows(job.source, texts)
     job.make = Maker(job.make.folder, delay_s=0.03)
     summary = job.run()
-    assert (summary.exit_code, summary.done, summary.failed) == (0, NUM_ROWS, 1)
+    assert (summary.exit_code, summary.done, summary.failed) == (0, NUM_ROWS, 2)
     assert len(job.make.processes()) == 2
     assert summary.rows_this_run == NUM_ROWS and summary.duplicates == 0
     assert table_of(job.output).equals(undisturbed(job))
@@ -168,12 +171,19 @@ def test_without_a_place_the_run_ends_with_one_sentence(job: RayJob) -> None:
     assert "\n" not in str(found.value) and not (job.output / "_SUCCESS").exists()
 
 
-def test_replicas_are_added_while_rows_wait_and_given_back(job: RayJob) -> None:
+def test_replicas_are_added_while_rows_wait_and_given_back(
+    job: RayJob, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
     job.replicas = (1, 3)
+    with_text(job, NUM_ROWS - 1, "slow")
+    job.patience = Patience(place_s=90, pulse_s=0.5, idle_s=1)
     job.make = Maker(job.make.folder, delay_s=0.1)
     summary = job.run()
     assert summary.done == NUM_ROWS
     assert len(job.make.processes()) == 3
+    assert "rows wait: more replicas asked for: 2" in caplog.text
+    assert "has nothing to do and is given back" in caplog.text
     assert table_of(job.output).equals(undisturbed(job))
 
 

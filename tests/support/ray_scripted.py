@@ -42,9 +42,11 @@ class FragileEngine(ScriptedEngine):
         yield from super().generate(_Watched(source, self._look))
 
     def _look(self, prompt: Prompt) -> None:
-        text = bytes(prompt.token_ids.astype(np.uint8)).decode()
+        text = bytes(prompt.token_ids.astype(np.uint8)).decode(errors="replace")
         if text == KILLER:
             os._exit(1)
+        if text == "slow":
+            time.sleep(6)
         for word, number in (("kill once", signal.SIGKILL), ("hang once", signal.SIGSTOP)):
             mark = self._folder / word
             if text == word and not mark.exists():
