@@ -15,8 +15,9 @@ from batchmla.kernels.kda_ops import LaneRows
 from batchmla.kernels.triton.aot import AotCase
 from batchmla.kernels.triton.spans import put
 
-COLUMNS = 16
+COLUMNS = 8  # a sector of memory; more would leave a long sequence to few programs
 WARPS = 1
+STAGES = 4  # tokens whose inputs are on their way
 LENGTH_EPS = 1e-6
 
 
@@ -24,7 +25,7 @@ LENGTH_EPS = 1e-6
 def _delta_kernel(
     q, k, v, decay, beta, state, plan, out, q_token, q_head, k_token, k_head, v_token, v_head,
     lane_stride, num_heads, width, num_parts, length_eps,
-    KEYS: tl.constexpr, COLUMNS: tl.constexpr,
+    KEYS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     head, part = tl.program_id(0) // num_parts, tl.program_id(0) % num_parts
     entry = plan + tl.program_id(1) * 4
@@ -38,7 +39,7 @@ def _delta_kernel(
     kept = state + lane * lane_stride + head * width * width + cells
     held = tl.load(kept, mask=inside & (tl.load(entry + 3) == 0), other=0.0)
     root = tl.rsqrt(width.to(tl.float32))
-    for row in range(start, end):
+    for row in tl.range(start, end, num_stages=STAGES):
         at = (row * num_heads + head) * width
         keep = tl.exp(tl.load(decay + at + keys, mask=is_key, other=0.0))
         key = tl.load(k + row * k_token + head * k_head + keys, mask=is_key, other=0.0)
@@ -85,7 +86,7 @@ def delta(
         q_THD, k_THD, v_THD, decay_THD.contiguous(), beta_TH.contiguous(), state_LHX,
         plan_S4, out_THD, *q_THD.stride()[:2], *k_THD.stride()[:2], *v_THD.stride()[:2],
         state_LHX.stride(0), num_heads, width, num_parts, LENGTH_EPS,
-        KEYS=keys, COLUMNS=columns, num_warps=WARPS,
+        KEYS=keys, COLUMNS=columns, STAGES=STAGES, num_warps=WARPS,
     )  # fmt: skip
     return out_THD
 
@@ -112,11 +113,12 @@ AOT_CASES = (
             "state": "*fp32", "plan": "*i64", "out": "*fp32", **dict.fromkeys(_INTS, "i32"),
             "length_eps": "fp32",
         },
-        constants={"KEYS": 128, "COLUMNS": COLUMNS},
+        constants={"KEYS": 128, "COLUMNS": COLUMNS, "STAGES": STAGES},
         aligned=(
             "q", "k", "v", "decay", "beta", "state", "plan", "out", *_INTS[:7], "num_heads",
             "width",
         ),
         num_warps=WARPS,
+        requires=("LDGSTS",),
     ),
 )  # fmt: skip
