@@ -11,6 +11,7 @@ import triton.language as tl
 
 from batchmla.kernels.ops import RouterDims, Scoring
 from batchmla.kernels.triton.aot import AotCase
+from batchmla.kernels.triton.router_logits import router_logits
 
 SIGMOID = tl.constexpr(0)
 SOFTMAX = tl.constexpr(1)
@@ -77,8 +78,8 @@ def _limit_groups(
 
 @triton.jit
 def _choose_kernel(
-    logits, bias, given, weights, ids, stride, num_experts, num_groups, kept_groups, group_best,
-    active, scale,
+    logits, bias, given, weights, ids, num_parts, part_stride, stride, num_experts, num_groups,
+    kept_groups, group_best, active, scale,
     SCORING: tl.constexpr, HAS_BIAS: tl.constexpr, IS_GIVEN: tl.constexpr,
     IS_LIMITED: tl.constexpr, IS_NORMALISED: tl.constexpr,
     GROUPS: tl.constexpr, WIDTH: tl.constexpr, ACTIVE: tl.constexpr,
@@ -88,7 +89,11 @@ def _choose_kernel(
     group, place = tl.arange(0, GROUPS)[:, None], tl.arange(0, WIDTH)[None, :]
     wide_ids = group * group_experts + place
     inside = (group < num_groups) & (place < group_experts)
-    wide = tl.load(logits + row * stride + wide_ids, mask=inside, other=0.0).to(tl.float32)
+    wide = tl.zeros([GROUPS, WIDTH], tl.float32)
+    places = logits + row * stride + wide_ids
+    for _ in range(num_parts):
+        wide += tl.load(places, mask=inside, other=0.0).to(tl.float32)
+        places += part_stride
     wide_scores = _score(wide, inside, SCORING)
     choice = wide_scores
     if HAS_BIAS:
@@ -122,11 +127,27 @@ def _choose_kernel(
     tl.store(ids + row * active + slot, chosen_ids.to(tl.int64), mask=is_slot)
 
 
-def route(
-    x_TM: torch.Tensor, weight_EM: torch.Tensor, bias_E: torch.Tensor | None, dims: RouterDims
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `RouteOp`; the logits are one float32 product of torch's."""
-    return choose(F.linear(x_TM.float(), weight_EM.float()), bias_E, dims)
+class Router:
+    """`RouteOp`."""
+
+    def __init__(self, *, is_exact: bool = False) -> None:
+        """`is_exact`: a token's choice does not depend on how many others there are, if its dtype
+        is bfloat16."""
+        self._is_exact = is_exact
+
+    def route(
+        self,
+        x_TM: torch.Tensor,
+        weight_EM: torch.Tensor,
+        bias_E: torch.Tensor | None,
+        dims: RouterDims,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `RouteOp`; logits of other dtypes than bfloat16 are a product of torch's."""
+        if x_TM.dtype == torch.bfloat16 and weight_EM.dtype == torch.float32:
+            parts_STE = router_logits(x_TM, weight_EM, is_exact=self._is_exact)
+        else:
+            parts_STE = F.linear(x_TM.float(), weight_EM.float())[None]
+        return _launch(parts_STE, bias_E, None, _scoring(dims), dims)
 
 
 def choose(
@@ -134,8 +155,11 @@ def choose(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(weights_TA float32, ids_TA int64) of `RouteOp`, from float32 logits; ids fall in their
     order of choice."""
-    scoring = SIGMOID if dims.scoring is Scoring.SIGMOID else SOFTMAX
-    return _launch(logits_TE, bias_E, None, scoring, dims)
+    return _launch(logits_TE[None], bias_E, None, _scoring(dims), dims)
+
+
+def _scoring(dims: RouterDims) -> tl.constexpr:
+    return SIGMOID if dims.scoring is Scoring.SIGMOID else SOFTMAX
 
 
 def route_scores(
@@ -149,31 +173,32 @@ def route_scores(
     if ids_TA is not None:
         active = ids_TA.shape[1]
     dims = RouterDims(active=active, normalise=True, scale=scale)
-    weights_TA, chosen_TA = _launch(logits_TE, bias_E, ids_TA, ROOT, dims)
+    weights_TA, chosen_TA = _launch(logits_TE[None], bias_E, ids_TA, ROOT, dims)
     return weights_TA, chosen_TA if ids_TA is None else ids_TA
 
 
 def _launch(
-    logits_TE: torch.Tensor,
+    parts_STE: torch.Tensor,
     bias_E: torch.Tensor | None,
     given_TA: torch.Tensor | None,
     scoring: tl.constexpr,
     dims: RouterDims,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    num_tokens, num_experts = logits_TE.shape
+    """The logits are the sum of the parts."""
+    num_parts, num_tokens, num_experts = parts_STE.shape
     assert num_experts % dims.groups == 0, f"{num_experts} experts in {dims.groups} groups"
     assert dims.active <= num_experts, f"{dims.active} of {num_experts} experts"
-    weights_TA = logits_TE.new_empty(num_tokens, dims.active, dtype=torch.float32)
-    ids_TA = logits_TE.new_empty(num_tokens, dims.active, dtype=torch.int64)
+    weights_TA = parts_STE.new_empty(num_tokens, dims.active, dtype=torch.float32)
+    ids_TA = parts_STE.new_empty(num_tokens, dims.active, dtype=torch.int64)
     if not num_tokens:
         return weights_TA, ids_TA
-    if logits_TE.stride(1) != 1:
-        logits_TE = logits_TE.contiguous()
+    if parts_STE.stride(2) != 1:
+        parts_STE = parts_STE.contiguous()
     group_experts = num_experts // dims.groups
     _choose_kernel[(num_tokens,)](
-        logits_TE, bias_E, None if given_TA is None else given_TA.contiguous(), weights_TA, ids_TA,
-        logits_TE.stride(0), num_experts, dims.groups, dims.kept_groups,
-        min(dims.group_best, group_experts), dims.active, float(dims.scale),
+        parts_STE, bias_E, None if given_TA is None else given_TA.contiguous(), weights_TA, ids_TA,
+        num_parts, parts_STE.stride(0), parts_STE.stride(1), num_experts, dims.groups,
+        dims.kept_groups, min(dims.group_best, group_experts), dims.active, float(dims.scale),
         SCORING=scoring, HAS_BIAS=bias_E is not None, IS_GIVEN=given_TA is not None,
         IS_LIMITED=dims.kept_groups < dims.groups, IS_NORMALISED=dims.normalise,
         GROUPS=triton.next_power_of_2(dims.groups), WIDTH=triton.next_power_of_2(group_experts),
@@ -183,11 +208,14 @@ def _launch(
 
 
 _INTS = (
-    "stride", "num_experts", "num_groups", "kept_groups", "group_best", "active",
+    "num_parts", "part_stride", "stride", "num_experts", "num_groups", "kept_groups", "group_best",
+    "active",
 )  # fmt: skip
 
 
-def _case(name: str, scoring: tl.constexpr, groups: int, width: int, **flags: bool) -> AotCase:
+def _case(
+    name: str, scoring: tl.constexpr, groups: int, width: int, *targets: int, **flags: bool
+) -> AotCase:
     on = {"HAS_BIAS": False, "IS_GIVEN": False, "IS_LIMITED": False, "IS_NORMALISED": True} | flags
     return AotCase(
         name=f"route {name}",
@@ -199,13 +227,14 @@ def _case(name: str, scoring: tl.constexpr, groups: int, width: int, **flags: bo
         constants=on | {"SCORING": scoring, "GROUPS": groups, "WIDTH": width, "ACTIVE": 8},
         aligned=("logits", "bias", "given", "weights", "ids", "stride"),
         num_warps=1,
+        targets=targets or (90,),
     )  # fmt: skip
 
 
 AOT_CASES = (
-    _case("softmax 64", SOFTMAX, 1, 64, IS_NORMALISED=False),
+    _case("softmax 64", SOFTMAX, 1, 64, 80, 90, 100, IS_NORMALISED=False),
     _case("softmax 160 in 8 groups", SOFTMAX, 8, 32, IS_LIMITED=True, IS_NORMALISED=False),
-    _case("sigmoid 256 in 8 groups", SIGMOID, 8, 32, HAS_BIAS=True, IS_LIMITED=True),
+    _case("sigmoid 256 in 8 groups", SIGMOID, 8, 32, 80, 90, 100, HAS_BIAS=True, IS_LIMITED=True),
     _case("sigmoid 384", SIGMOID, 1, 512, HAS_BIAS=True),
     _case("sqrt softplus 256", ROOT, 1, 256, HAS_BIAS=True),
     _case("sqrt softplus by table 256", ROOT, 1, 256, IS_GIVEN=True),

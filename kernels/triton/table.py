@@ -18,7 +18,7 @@ from batchmla.kernels.triton.linear_fp8 import Fp8Linears
 from batchmla.kernels.triton.norm import add_norm, norm
 from batchmla.kernels.triton.records import read_record, write_record
 from batchmla.kernels.triton.rope import rope
-from batchmla.kernels.triton.router import route, route_scores
+from batchmla.kernels.triton.router import Router, route_scores
 from batchmla.kernels.triton.sample import sample
 from batchmla.kernels.triton.sparse import select_keys, sparse_mla
 
@@ -34,7 +34,7 @@ def make_ops() -> Ops:
         pack=pack,
         packed_bytes=packed_bytes,
         linear=Fp8Linears(linear).linear,
-        route=route,
+        route=Router().route,
         experts=experts.experts,
         act_mul=act_mul,
         norm=norm,

@@ -6,7 +6,7 @@ import torch
 from batchmla.kernels.ops import RouterDims, Scoring
 from batchmla.kernels.reference.hybrid import route_scores as expected_scores
 from batchmla.kernels.reference.moe import route as expected_route
-from batchmla.kernels.triton.router import choose, route, route_scores
+from batchmla.kernels.triton.router import Router, choose, route_scores
 
 DIMS = {
     "softmax": (64, RouterDims(active=6, normalise=False, scale=1.0, scoring=Scoring.SOFTMAX)),
@@ -28,13 +28,15 @@ DIMS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize(
+    ("has_bias", "dtype"), [(False, torch.float32), (True, torch.bfloat16)], ids=str
+)
 @pytest.mark.parametrize("name", DIMS)
-def test_choice(name: str, has_bias: bool) -> None:
+def test_choice(name: str, has_bias: bool, dtype: torch.dtype) -> None:
     num_experts, dims = DIMS[name]
     x, weight = torch.randn(4, 48).bfloat16(), torch.randn(num_experts, 48) / 7
     bias = torch.randn(num_experts) / 5 if has_bias else None
-    weights, ids = route(x, weight, bias, dims)
+    weights, ids = Router().route(x.to(dtype), weight, bias, dims)
     wanted_weights, wanted_ids = expected_route(x, weight, bias, dims)
     assert ids.dtype == torch.int64 and weights.dtype == torch.float32
     assert torch.equal(ids, wanted_ids)  # both in falling order
