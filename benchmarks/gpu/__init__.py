@@ -1,0 +1,1 @@
+"""The pieces of `gpu_check.sh`: each is run by itself, in a process of its own."""
