@@ -9,7 +9,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, redirect_stdout, suppress
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -73,13 +73,14 @@ def run(
 
         loaded = load_spec(job, overrides or [])
         report.run_log = Path(loaded.spec.output.path, "_batchmla", "run.log")
-        summary = run_job(
-            loaded,
-            limit=limit,
-            fresh=fresh,
-            retry_failed=retry_failed,
-            accept_changes=accept_changes,
-        )
+        with redirect_stdout(sys.stderr):  # libraries print, too, but stdout is the summary's
+            summary = run_job(
+                loaded,
+                limit=limit,
+                fresh=fresh,
+                retry_failed=retry_failed,
+                accept_changes=accept_changes,
+            )
         report.exit_code = summary.exit_code
         if as_json:
             print_json(summary.as_dict())

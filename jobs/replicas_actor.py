@@ -6,6 +6,7 @@ windows arrive, so that it never drains between two of them. It knows no files a
 
 import asyncio
 import logging
+import secrets
 import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -55,6 +56,11 @@ class Replica:
 
     def __init__(self) -> None:
         self._thread: EngineThread | None = None
+        self._name = secrets.token_hex(8)
+
+    async def process(self) -> str:
+        """A name of this process, another one after each restart."""
+        return self._name
 
     async def load(self, make: Callable[[], Loaded]) -> ReplicaFacts:
         """Loads the engine, once a process; raises what `make` raises."""

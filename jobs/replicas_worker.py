@@ -92,6 +92,7 @@ class Worker:
         self._group: Any = None
         self._actor: Any = None
         self._failure: str | None = None
+        self._process: str | None = None  # the last one that answered
         self._is_retired = False
         self._windows: dict[asyncio.Task[None], Window] = {}
 
@@ -162,7 +163,7 @@ class Worker:
         )
 
     async def _wait_for_process(self) -> None:
-        """Until Ray has put the replica somewhere and its process answers."""
+        """Until Ray has put the replica somewhere and another process than the dead one answers."""
         from ray.exceptions import ActorUnavailableError
 
         self.phase = Phase.PLACING
@@ -170,9 +171,10 @@ class Worker:
             if await asyncio.to_thread(self._group.wait, 1):
                 self.was_placed = True
                 with suppress(ActorUnavailableError):  # it is being started
-                    await self._actor.stats.remote()
-                    self.phase = Phase.LOADING
-                    return
+                    name = await self._actor.process.remote()
+                    if name != self._process:
+                        self._process, self.phase = name, Phase.LOADING
+                        return
             await asyncio.sleep(self._patience.look_s)
 
     def _free(self) -> None:

@@ -23,6 +23,7 @@ class TallyJob:
     address: str | None
     replicas: int = 1
     max_tokens: int = 60
+    tensor: int = 1
 
     def write(self, name: str) -> Path:
         source = self.folder / "rows.jsonl"
@@ -30,7 +31,8 @@ class TallyJob:
         lines = (json.dumps({"id": i, "text": text}) for i, text in enumerate(texts))
         source.write_text("\n".join(lines) + "\n")
         job: dict[str, Any] = {
-            "model": {"path": "builtin:tally", "device": "cpu", "dtype": "float32"},
+            "model": {"path": "builtin:tally", "device": "cpu", "dtype": "float32",
+                      "parallel": {"tensor": self.tensor}},
             "input": {"path": str(source), "id": "id"},
             "prompt": {"raw": "text"},
             "sampling": {
