@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from batchmla.core import Prompt
+from batchmla.core import Prompt, TokenIds
 from batchmla.jobs.inspect import TOKENIZER_FILES
 from batchmla.jobs.local import local_seams, local_text
 from batchmla.jobs.prompt import TooLong
@@ -21,16 +21,19 @@ from batchmla.jobs.summary import read_summary
 
 COUNT_LIMIT_S = 60.0
 MOST_LENGTHS = 200_000  # rows whose lengths are kept
+MOST_IDS = 65_536  # tokens that are kept
 
 Ints = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lengths:
-    """Tokens of the first rows that can run, one entry a sample; outputs as they are expected."""
+    """Tokens of the first rows that can run, one entry a sample; outputs as they are expected.
+    `token_ids` are those of the first prompts, one after the other."""
 
     prompt_tokens_R: Ints
     output_tokens_R: Ints
+    token_ids: TokenIds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,6 +125,8 @@ class _Tally:
         self.most_output = 0  # tokens that the rows could generate
         self._prompts: list[int] = []
         self._outputs: list[int] = []
+        self._ids: list[TokenIds] = []
+        self._num_ids = 0
 
     def add(self, prompts: Sequence[Prompt | str], counts: Sequence[int]) -> None:
         """A prompt, or the sentence why a row has none, and how many samples the row has."""
@@ -142,6 +147,9 @@ class _Tally:
                 if len(self._prompts) < MOST_LENGTHS:
                     self._prompts += [length] * count
                     self._outputs += [output] * count
+                if self._num_ids < MOST_IDS:
+                    self._ids.append(prompt.token_ids)
+                    self._num_ids += length
 
     def lengths(self, mean_output: float | None) -> Lengths:
         """Of the rows kept; each generates what it may, or up to one number of tokens for all, with
@@ -149,7 +157,11 @@ class _Tally:
         outputs_R = np.array(self._outputs, np.int64)
         if mean_output is not None and len(outputs_R):
             outputs_R = np.minimum(outputs_R, _cap_for_mean(outputs_R, mean_output))
-        return Lengths(prompt_tokens_R=np.array(self._prompts, np.int64), output_tokens_R=outputs_R)
+        return Lengths(
+            prompt_tokens_R=np.array(self._prompts, np.int64),
+            output_tokens_R=outputs_R,
+            token_ids=np.concatenate([np.empty(0, np.int32), *self._ids])[:MOST_IDS],
+        )
 
 
 def _cap_for_mean(lengths_R: Ints, mean: float) -> int:

@@ -13,7 +13,7 @@ from batchmla.jobs.calibrate import calibrate_job
 from batchmla.jobs.counts import RowCounts, count_rows
 from batchmla.jobs.learned import calibration_key, last_calibration
 from batchmla.jobs.options import engine_options
-from batchmla.jobs.plan_choice import mix_of, recommend, warnings
+from batchmla.jobs.plan_choice import recommend, warnings
 from batchmla.jobs.plan_time import predict_time
 from batchmla.jobs.remote import place_of
 from batchmla.jobs.soundness import check_what_is_there
@@ -179,7 +179,7 @@ def _times(
     """What steps take on this machine: measured now, or by this job's last run."""
     spec = loaded.spec
     if calibrates:
-        return calibrate_job(spec, config, mix_of(counts).prompt_tokens)
+        return calibrate_job(spec, config, counts)
     if not machine.is_local:
         return None
     key = calibration_key(spec.model.path, config, machine.name)

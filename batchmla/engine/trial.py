@@ -1,4 +1,4 @@
-"""A few seconds of the real engine, for its times: prompts of random tokens in several sizes.
+"""A few seconds of the real engine, for its times: pieces of a text as prompts of several sizes.
 
 Completions of different numbers of rows over short and long contexts, and prompts in chunks of
 different sizes, so that every part of a step's time shows by itself.
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from batchmla.core import Prompt, SamplingParams
+from batchmla.core import Prompt, SamplingParams, TokenIds
 from batchmla.engine.calibration import StepTimes, fit
 from batchmla.engine.config import EngineConfig
 from batchmla.engine.costs import StepCosts
@@ -39,20 +39,21 @@ def trial(
     config: EngineConfig,
     costs: StepCosts,
     *,
-    vocab_size: int,
+    token_ids: TokenIds,
     prompt_tokens: int,
     limit_s: float = LIMIT_S,
 ) -> StepTimes | None:
     """Times fitted to steps of an engine that has nothing to do; about `limit_s`, one round at
-    least. `prompt_tokens`: a typical prompt of the job. None where too few steps were run."""
+    least. Prompts are pieces of `token_ids` from anywhere; `prompt_tokens`: a typical prompt of the
+    job. None where too few steps were run."""
     sizes = trial_sizes(config, prompt_tokens)
     rng = np.random.default_rng(0)
-    _run(engine, sizes[-1], rng, vocab_size)  # memory is touched, tables are built
+    _run(engine, sizes[-1], rng, token_ids)  # memory is touched, tables are built
     engine.meter.forget()
     step_s, started_s = engine.stats().step_s, time.perf_counter()
     for _ in range(ROUNDS):
         for size in sizes:
-            _run(engine, size, rng, vocab_size)
+            _run(engine, size, rng, token_ids)
         if time.perf_counter() - started_s > limit_s * (1 - 1 / ROUNDS):
             break
     elapsed_s = time.perf_counter() - started_s
@@ -92,7 +93,7 @@ def trial_sizes(config: EngineConfig, prompt_tokens: int) -> list[Size]:
     return list(dict.fromkeys(found))
 
 
-def _run(engine: EngineCore, size: Size, rng: np.random.Generator, vocab_size: int) -> None:
+def _run(engine: EngineCore, size: Size, rng: np.random.Generator, token_ids: TokenIds) -> None:
     count, length, new_tokens = size
     params = SamplingParams(temperature=0.0, max_tokens=new_tokens)
     prompts = [
@@ -100,10 +101,15 @@ def _run(engine: EngineCore, size: Size, rng: np.random.Generator, vocab_size: i
             row_id=str(index),
             index=index,
             params=params,
-            token_ids=rng.integers(0, vocab_size, length).astype(np.int32),
+            token_ids=_piece(token_ids, int(rng.integers(len(token_ids))), length),
             expected_tokens=new_tokens,
         )
         for index in range(count)
     ]
     for completion in engine.generate(_Once(prompts)):
         assert completion.error is None, completion.error
+
+
+def _piece(token_ids: TokenIds, start: int, length: int) -> TokenIds:
+    """Tokens from `start` on, and from the beginning again."""
+    return token_ids.take(np.arange(start, start + length), mode="wrap")

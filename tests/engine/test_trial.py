@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import numpy as np
-import pytest
 from fakes import ListSource, make_prompt
 from tiny import read_config, write_tiny
 
@@ -23,7 +22,8 @@ def test_a_trial_times_steps_of_every_size(tmp_path: Path) -> None:
     raw = read_config(tmp_path)
     config = plan_engine(raw, options, detect("cpu"))
     costs, engine = engine_costs(raw, config), load_engine(options)
-    times = trial(engine, config, costs, vocab_size=200, prompt_tokens=40, limit_s=0.0)
+    text = np.random.default_rng(1).integers(2, 200, 500).astype(np.int32)
+    times = trial(engine, config, costs, token_ids=text, prompt_tokens=40, limit_s=0.0)
     assert times is not None and times.seconds is not None
     assert times.fixed_s > 0 or times.weight_byte_s > 0
     assert times.loop_share >= 0
@@ -34,9 +34,8 @@ def test_a_trial_times_steps_of_every_size(tmp_path: Path) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=20)
     prompts = [make_prompt(n, rng.integers(2, 200, 30).tolist(), params) for n in range(12)]
     assert all(each.error is None for each in engine.generate(ListSource(prompts)))
-    said = sum(times.seconds(each.work, costs) for each in engine.meter.samples)
-    took = sum(each.seconds for each in engine.meter.samples)
-    assert said == pytest.approx(took, rel=1.0), "not even the order of magnitude"
+    ratios = [each.seconds / times.seconds(each.work, costs) for each in engine.meter.samples]
+    assert 0.2 < float(np.median(ratios)) < 5, "not even the order of magnitude, on a busy machine"
     engine.close()
 
 
