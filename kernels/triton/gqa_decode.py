@@ -16,8 +16,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from batchmla.kernels.triton.aot import AotCase
 from batchmla.kernels.triton.merge import merge
-from batchmla.kernels.triton.mla_decode import LEAST
-from batchmla.kernels.triton.prefill import HeadRows, head_values, page_rows
+from batchmla.kernels.triton.mla_decode import LEAST, page_rows
+from batchmla.kernels.triton.prefill import HeadRows, head_values
 from batchmla.kernels.triton.spans import DeviceTables
 
 
@@ -27,8 +27,9 @@ def _decode_kernel(
     partial, lse, scale, q_stride, q_step, stride, step,
     GROUP: tl.constexpr, KEY_HEADS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, PAGE: tl.constexpr, SPLIT: tl.constexpr,
-    IS_RECORD: tl.constexpr, IS_BOXED: tl.constexpr,
+    UNIT: tl.constexpr, IS_RECORD: tl.constexpr, IS_BOXED: tl.constexpr,
 ):  # fmt: skip
+    stride *= UNIT
     item = items + tl.program_id(0) * 4
     sequence = tl.load(item)
     if sequence < 0:
@@ -138,10 +139,10 @@ def gqa_decode(
     _decode_kernel[(tables.capacity.items, key_heads)](
         q_THD, key.base, value.base, key.factors, value.factors, key_box, value_box,
         tables.sequences, tables.items, tables.pages, out_THD, partial, lse,
-        scale, q_THD.stride(0), q_THD.stride(1), key.stride, key.step,
+        scale, q_THD.stride(0), q_THD.stride(1), key.stride // key.unit, key.step,
         GROUP=group, KEY_HEADS=key_heads, D=width, BLOCK_D=max(16, triton.next_power_of_2(width)),
         ROWS=tiling.rows, KEYS=tiling.keys, PAGE=page_tokens, SPLIT=tiling.split_tokens,
-        IS_RECORD=key.factors is not None, IS_BOXED=boxes is not None,
+        UNIT=key.unit, IS_RECORD=key.factors is not None, IS_BOXED=boxes is not None,
         num_warps=tiling.num_warps, num_stages=tiling.num_stages,
     )  # fmt: skip
     merge(partial, lse, tables, out_THD, key_heads=key_heads, block_rows=tiling.rows)
@@ -162,8 +163,8 @@ def _case(
     types, loose = dict(_TYPES), ["scale", "key_box", "value_box"]
     constants: dict[str, object] = {
         "GROUP": group, "KEY_HEADS": 8, "D": 128, "BLOCK_D": 128, "ROWS": chosen.rows,
-        "KEYS": chosen.keys, "PAGE": 64, "SPLIT": chosen.split_tokens, "IS_RECORD": has_records,
-        "IS_BOXED": is_boxed,
+        "KEYS": chosen.keys, "PAGE": 64, "SPLIT": chosen.split_tokens,
+        "UNIT": 8 if has_records else 1, "IS_RECORD": has_records, "IS_BOXED": is_boxed,
     }  # fmt: skip
     if has_records:
         code = "*u8" if 80 in targets else "*fp8e4nv"

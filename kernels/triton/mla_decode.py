@@ -45,6 +45,16 @@ def wide_codes(codes):
 
 
 @triton.jit
+def page_rows(table, keys, seen, PAGE: tl.constexpr):
+    """The flat cache rows of `keys`, which count from the table's first page.
+
+    The compiler takes the sum of a multiple of PAGE and consecutive numbers for multiples of PAGE
+    (triton 3.6), and would load rows of any width as if they were aligned: it is told otherwise."""
+    first = tl.load(table + keys // PAGE, mask=seen, other=0).to(tl.int64) * PAGE
+    return tl.multiple_of(first + keys % PAGE, [1])
+
+
+@triton.jit
 def _latents(
     latent, tail, factors, latent_box, tail_box, table, start, stop,
     latent_stride, tail_stride, factor_stride,
@@ -62,7 +72,7 @@ def _latents(
         values = latent_box.load([first, 0])
         tails = tail_box.load([first, 0])
     else:
-        rows = tl.load(table + keys // PAGE, mask=seen, other=0).to(tl.int64) * PAGE + keys % PAGE
+        rows = page_rows(table, keys, seen, PAGE)
         here = latent + rows[:, None] * latent_stride + columns[None, :]
         values = tl.load(here, mask=seen[:, None] & (columns < LATENT)[None, :], other=0.0)
         here = tail + rows[:, None] * tail_stride + tail_columns[None, :]
@@ -310,16 +320,15 @@ def _case(heads: int, *, has_records: bool, target: int) -> AotCase:
         }
     else:
         constants |= {"latent_box": None, "tail_box": None}
-    cache = "fp8" if has_records else "bf16"
+    cache, loose = "bf16", ["scale", "factor_stride", "latent_box", "tail_box"]
+    if has_records:
+        cache, loose = "fp8", [*loose, "tail_stride"]
     return AotCase(
         name=f"mla decode {cache} {heads} heads for sm_{target}",
         kernel=_narrow_kernel if is_narrow else _wide_kernel,
         types=types,
         constants=constants,
-        aligned=tuple(
-            name for name in types
-            if not name.endswith("_box") and name not in ("scale", "factor_stride")
-        ),
+        aligned=tuple(name for name in types if name not in loose),
         num_warps=chosen.num_warps,
         num_stages=chosen.num_stages,
         requires=("HGMMA", "UTMALDG") if is_boxed else (),

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 from batchmla.kernels.triton.aot import AotCase
-from batchmla.kernels.triton.mla_decode import LEAST, wide_codes
+from batchmla.kernels.triton.mla_decode import LEAST, page_rows, wide_codes
 from batchmla.kernels.triton.spans import DeviceTables
 
 
@@ -43,12 +43,6 @@ def head_values(
         factor = (exponent.to(tl.int32) << 23).to(tl.float32, bitcast=True)
         values = wide_codes(values) * factor[:, None]
     return values.to(dtype)
-
-
-@triton.jit
-def page_rows(table, keys, seen, PAGE: tl.constexpr):
-    """The flat cache rows of `keys`, which count from the table's first page."""
-    return tl.load(table + keys // PAGE, mask=seen, other=0).to(tl.int64) * PAGE + keys % PAGE
 
 
 @triton.jit
@@ -96,8 +90,11 @@ def _prefill_kernel(
     GROUP: tl.constexpr, KEY_HEADS: tl.constexpr, D: tl.constexpr, R: tl.constexpr,
     W: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_W: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, PAGE: tl.constexpr, IS_RECORD: tl.constexpr,
-    IS_LATER: tl.constexpr,
+    IS_LATER: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
+    key_stride *= UNIT
+    value_stride *= UNIT
+    factor_stride *= UNIT
     item = items + tl.program_id(0) * 4
     sequence = tl.load(item)
     if sequence < 0:
@@ -179,6 +176,12 @@ class HeadRows:
     width: int
     factors: torch.Tensor | None = None
 
+    @property
+    def unit(self) -> int:
+        """Bytes that the rows of records are multiples of: kernels load so many at once, as those
+        of other rows, whose strides show it by themselves, 16."""
+        return 1 if self.factors is None else min(16, self.stride & -self.stride)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillTiling:
@@ -232,12 +235,14 @@ def prefill(
     _prefill_kernel[(tables.capacity.items, key_heads)](
         q_THD, key.base, tail.base if tail else key.base, value.base, key.factors, value.factors,
         tables.sequences, tables.items, tables.pages, out_THW, values, lse,
-        scale, first_key, stop_key, q_THD.stride(0), q_THD.stride(1), key.stride, key.step,
-        tail.stride if tail else 0, value.stride, value.step, key.stride,
+        scale, first_key, stop_key, q_THD.stride(0), q_THD.stride(1),
+        key.stride // key.unit, key.step, tail.stride if tail else 0,
+        value.stride // key.unit, value.step, key.stride // key.unit,
         GROUP=num_heads // key_heads, KEY_HEADS=key_heads, D=key.width, R=tail_width, W=value.width,
         BLOCK_D=max(16, block_of(key.width)), BLOCK_R=max(16, block_of(tail_width or 1)),
         BLOCK_W=max(16, block_of(value.width)), ROWS=tiling.rows, KEYS=tiling.keys,
         PAGE=page_tokens, IS_RECORD=key.factors is not None, IS_LATER=first_key > 0,
+        UNIT=key.unit,
         num_warps=tiling.num_warps, num_stages=tiling.num_stages,
     )  # fmt: skip
 
@@ -262,6 +267,7 @@ def _case(
         "GROUP": group, "KEY_HEADS": key_heads, "D": 128, "R": tail, "W": 128, "BLOCK_D": 128,
         "BLOCK_R": tail or 16, "BLOCK_W": 128, "ROWS": chosen.rows, "KEYS": chosen.keys,
         "PAGE": 64, "IS_RECORD": has_records, "IS_LATER": is_later,
+        "UNIT": 8 if has_records else 1,
     }  # fmt: skip
     if has_records:
         code = "*fp8e4nv" if has_tma else "*u8"

@@ -78,7 +78,7 @@ class HostTables:
 
 def put(values: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Numbers of the host where the kernels are; neither waits for the other."""
-    if device.type != "cuda":
+    if device.type != "cuda" or not values.numel():
         return values.to(device)
     return values.pin_memory().to(device, non_blocking=True)
 
