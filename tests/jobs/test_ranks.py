@@ -13,6 +13,8 @@ import psutil
 import pyarrow.parquet as pq
 import pytest
 
+from batchmla.jobs.report import write_report
+
 ROWS = 24
 JOB = {
     "model": {"path": "builtin:tally", "device": "cpu", "dtype": "float32"},
@@ -75,12 +77,18 @@ def wait_for_rows(process: subprocess.Popen[str], output: Path) -> list[psutil.P
 
 def test_fc_162_two_jobs_on_ranks_at_once_and_one_rank(tmp_path: Path) -> None:
     """They meet in files of their own: no port can be taken. The text is that of one rank."""
-    jobs = {name: write_job(tmp_path, name, 2) for name in ("a", "b")}
-    processes = [start(job) for job in jobs.values()]
+    jobs = [write_job(tmp_path, "a", 2), write_job(tmp_path, "b", 1, 2, 2)]
+    processes, summaries = [start(job) for job in jobs], []
     for process in processes:
         out, err = process.communicate(timeout=240)
         assert process.returncode == 0, err
-        assert json.loads(out)["done"] == ROWS
+        summaries.append(json.loads(out))
+        assert summaries[-1]["done"] == ROWS
+    assert summaries[0]["expert_load"] is None
+    load = summaries[1]["expert_load"]
+    assert len(load["holder_tokens"]) == 2 and min(load["holder_tokens"]) > 0
+    assert 1 <= load["busiest_holder"] <= 2
+    assert "choices of experts by rank" in write_report(tmp_path / "b").read_text()
     one = start(write_job(tmp_path, "one", 1))
     _, err = one.communicate(timeout=240)
     assert one.returncode == 0, err
