@@ -28,6 +28,8 @@ logger = logging.getLogger(__name__)
 MOST_ROWS = 512
 ROW_STEPS = ((8, 1), (64, 8), (256, 32), (MOST_ROWS, 64))  # (up to, in steps of)
 SHORTEST_CONTEXT = 1024
+SPARE_TOKENS = 2048  # of a row: kernels part its keys into runs of no more, the last one shorter
+SHARING = 2  # what sequences of a step hold together, at most, as a multiple of the pool
 
 
 def row_bucket(num_rows: int) -> int | None:
@@ -128,20 +130,28 @@ class DecodeGraphs:
         if len(tables.logits_rows_N) != num_rows:
             return None
         context = context_bucket(int(tables.context_S.max()), self._max_model_len)
+        mean = self._mean(rows, context)
+        if mean < context and int(tables.context_S.sum()) > rows * (mean - SPARE_TOKENS):
+            return None
         recording = self._recordings.get((rows, context))
         if recording is None:
             recording = self._recordings[rows, context] = self._record(rows, context)
         self._fill(recording, tables, late)
         return recording.replay()[:num_rows]
 
+    def _mean(self, rows: int, context: int) -> int:
+        """The context that all rows of a recording have: what the pool holds of so many, not the
+        longest, or tables and partial results would be larger than any step's by far."""
+        return min(context, SHARING * self._spare_slot // rows + SPARE_TOKENS)
+
     def _record(self, rows: int, context: int) -> _Recording:
-        """With every row at the longest context: no step needs larger tables."""
+        """No step that is replayed needs larger tables."""
         num_pages = -(-context // self._page_tokens)
         buffer = torch.zeros(rows * (4 + num_pages), dtype=torch.int64, device=self._device)
         sizes = [rows, rows, rows, rows, rows * num_pages]
         tokens_R, positions_R, slots_R, lanes_R, pages = torch.split(buffer, sizes)
         slots_R.fill_(self._spare_slot)
-        everyone = np.arange(rows + 1)
+        everyone, mean = np.arange(rows + 1), self._mean(rows, context)
         step = Step(
             tokens_T=tokens_R,
             positions_T=positions_R,
@@ -150,8 +160,8 @@ class DecodeGraphs:
             logits_rows_N=torch.arange(rows, device=self._device),
             page_tokens=self._page_tokens,
             host_starts_S1=everyone,
-            host_context_S=np.full(rows, context),
-            host_prompt_S=np.full(rows, context - 1),
+            host_context_S=np.full(rows, mean),
+            host_prompt_S=np.full(rows, mean - 1),
             lanes_S=lanes_R,
             host_pages_SP=np.zeros((rows, num_pages), np.int64),
             kept=Kept(),

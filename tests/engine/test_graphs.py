@@ -112,7 +112,7 @@ def decode(pages_SP: list[list[int]], positions: list[int], tokens: list[int]) -
 def graphs(device: Repeater, cache: torch.Tensor, max_model_len: int = 128) -> DecodeGraphs:
     return DecodeGraphs(
         TableModel(), ({"x": cache},),  # type: ignore[arg-type]
-        page_tokens=PAGE, spare_page=PAGES, max_model_len=max_model_len,
+        page_tokens=PAGE, spare_page=len(cache) - 1, max_model_len=max_model_len,
         device=torch.device("cpu"), recorder=device,
     )  # fmt: skip
 
@@ -154,6 +154,19 @@ def test_long_contexts_have_recordings_of_their_own() -> None:
         pages = list(range(-(-context // PAGE)))
         assert decoder.logits(decode([pages], [context - 1], [1]), None) is not None
     assert decoder.sizes == [(1, 1024), (1, 4096), (1, 5000)]
+
+
+def test_a_recording_is_for_what_the_pool_holds() -> None:
+    """One long sequence beside short ones is replayed by tables for the mean; many that share more
+    than the pool twice are not."""
+    device, cache = Repeater(), torch.zeros(400, PAGE, 1)
+    decoder, pages = graphs(device, cache, max_model_len=5000), list(range(300))
+    few = decode([pages] * 8, [4799, *range(7)], [1] * 8)
+    assert decoder.logits(few, None) is not None
+    (recording,) = decoder._recordings.values()
+    assert recording.step.host_context_S.tolist() == [2 * 399 * PAGE // 8 + 2048] * 8
+    assert decoder.logits(decode([pages] * 8, [4799] * 8, [1] * 8), None) is None
+    assert decoder.sizes == [(8, 5000)]
 
 
 @pytest.mark.parametrize("kind", ["prompt", "unsampled", "too many"])
