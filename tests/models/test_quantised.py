@@ -219,14 +219,18 @@ def test_two_ranks_read_their_shares(tmp_path: Path, name: str) -> None:
     assert cut >= 4  # experts alone, or everything
 
 
-def test_logits_of_two_ranks_are_those_of_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize("expert", [1, 2])
+def test_logits_of_two_ranks_are_those_of_one(tmp_path: Path, expert: int) -> None:
+    """Experts cut, and dealt whole."""
     folders = [
         write_quantised(tmp_path / name, WAYS[name], **HALVES[WAYS[name].model]).quantised
         for name in CUT
     ]
     ops = kernels.load("cpu")
     expected = [logits_of(open_model(folder, ops, keeps=False), folder) for folder in folders]
-    for found in logits_on_ranks(folders, PROMPTS, tmp_path, 2, keeps_quantised=True):
+    for found in logits_on_ranks(
+        folders, PROMPTS, tmp_path, 2, expert=expert, keeps_quantised=True
+    ):
         for name, logits, wanted in zip(CUT, found, expected, strict=True):
             for actual, one in zip(logits, wanted, strict=True):
                 assert_logits(name, actual, one)
