@@ -13,7 +13,7 @@ from batchmla.kernels.block_sparse_ops import BlockDims
 from batchmla.kernels.sparse_ops import IndexGroup
 from batchmla.kernels.triton.block_sparse import attend, select
 
-SEQUENCES = [(1, 30), (3, 40), (1, 1), (1, 64), (1, 65), (2, 45)]
+SEQUENCES = [(1, 30), (3, 40), (1, 1), (1, 65)]
 SIZES = [(4, 16), (16, 4), (6, 8), (8, 8)]  # (tokens of a block, of a page)
 HEADS, WIDTH, SHARE, HEAD_DIM = 2, 24, 3, 32
 
@@ -122,8 +122,8 @@ def expected(
 
 @pytest.mark.parametrize(
     ("dtype", "sizes"),
-    [(torch.float32, (6, 8)), (torch.float16, (6, 8)),
-     *((torch.bfloat16, sizes) for sizes in [*SIZES, (100, 8)])],
+    [(torch.float32, (6, 8)), (torch.float16, (8, 8)),
+     *((torch.bfloat16, sizes) for sizes in [*SIZES[:3], (100, 8)])],
     ids=str,
 )  # fmt: skip
 def test_attention_reads_the_seen_keys_of_each_heads_blocks(
