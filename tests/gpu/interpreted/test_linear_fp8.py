@@ -100,3 +100,15 @@ def test_without_torchs_product() -> None:
     packed, x = weight(), torch.randn(4, SHAPE[1]).to(BF16)
     out = Fp8Linears(reference_linear).linear(x, packed, None)
     assert error(out, expected(x, packed)) <= BOUNDS[BF16]
+
+
+def test_no_trial_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[torch.device] = []
+    linears, device = Fp8Linears(reference_linear), torch.device("cuda")
+    monkeypatch.setattr(linears, "_try", tried.append)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert linears._layout(device) is None and not tried
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    linears._layout(device)
+    linears._layout(device)
+    assert tried == [device]
