@@ -21,7 +21,7 @@ from scripted import sample_texts, scripted_seams, scripted_spec, write_rows
 ray = pytest.importorskip("ray", reason="ray is not installed")
 
 from ray_nodes import add_node, ray_nodes  # noqa: E402
-from ray_scripted import KILLER, Maker, RayJob, no_memory  # noqa: E402
+from ray_scripted import KILLER, SHAPE, Maker, RayJob, no_memory  # noqa: E402
 from scripted import ScriptedEngine, run_scripted  # noqa: E402
 
 from batchmla.errors import DeviceError  # noqa: E402
@@ -169,6 +169,22 @@ def test_without_a_place_the_run_ends_with_one_sentence(job: RayJob) -> None:
         "executor.replicas: the cluster gave 0 of 2 replicas of 64 CPUs each a place within 2 s"
     )
     assert "\n" not in str(found.value) and not (job.output / "_SUCCESS").exists()
+
+
+def test_a_run_that_has_lost_all_replicas_ends_resumably(cluster: Any, job: RayJob) -> None:
+    extra = add_node(cluster, 3)
+    job.replicas = (1, 1)
+    job.shape = ReplicaShape(num_cpus=3, num_gpus=0, memory_share=1.0)  # only there
+    job.make = Maker(job.make.folder, delay_s=0.1)
+    job.patience = Patience(place_s=20, pulse_s=0.5)
+    watch = at_rows(job, 20, lambda: cluster.remove_node(extra))
+    with pytest.raises(DeviceError, match=r"^all replicas were lost .* of 3 CPUs each within 20 s"):
+        job.run()
+    watch.join()
+    job.shape, job.make = SHAPE, Maker(job.make.folder)
+    summary = job.run()
+    assert 0 < summary.rows_this_run < NUM_ROWS and summary.done == NUM_ROWS
+    assert table_of(job.output).equals(undisturbed(job))
 
 
 def test_replicas_are_added_while_rows_wait_and_given_back(

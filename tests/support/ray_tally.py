@@ -76,13 +76,15 @@ class TallyJob:
 
 
 def replica_processes() -> list[psutil.Process]:
-    """All replicas on this machine: Ray names a process after its actor."""
-    found = []
-    for process in psutil.process_iter(["name", "cmdline"]):
-        words = " ".join(process.info["cmdline"] or ())
-        if words.startswith("ray::Replica"):
-            found.append(process)
-    return found
+    """All replicas on the nodes of this process: Ray names a process after its actor."""
+    return [each for each in psutil.Process().children(recursive=True) if _is_replica(each)]
+
+
+def _is_replica(process: psutil.Process) -> bool:
+    try:
+        return " ".join(process.cmdline()).startswith("ray::Replica")
+    except psutil.Error:
+        return False
 
 
 def are_gone(processes: list[psutil.Process], within_s: float = 30.0) -> bool:
