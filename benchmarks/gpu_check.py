@@ -1,232 +1,169 @@
-"""Ceilings of a device, then builtin:tally through the engine there and on the CPU, ids compared.
+"""One short check of a machine with a GPU, piece by piece; called by gpu_check.sh.
 
-Called by gpu_check.sh. Has not yet run on a GPU. N rows, V vocabulary, T tokens.
+    ceilings    copy bandwidth and product rates; all else is a share of these
+    checks      every op against its specification
+    speed       kernels at the sizes of real models, beside floors and baselines
+    tally       the shipped model's greedy ids beside the CPU's
+    lite        a model of V2-Lite's shape: tokens a second by batch, and transformers'
+
+Each piece has a process and a time limit of its own, so that nothing hangs and nothing that fails
+takes the others with it; what is there is written after every piece. Has not yet run on a GPU.
 """
 
 import argparse
+import importlib
 import json
+import os
 import platform
+import signal
 import subprocess
+import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-import transformers
-
-from batchmla.core import Completion, EngineOptions, Prompt, SamplingParams
-from batchmla.engine.engine import load_engine, plan_engine, read_config
-from batchmla.engine.hardware import detect
-from batchmla.engine.source import ListSource
-from batchmla.weights.folder import find_model
-
-MODEL = "builtin:tally"
-NEAR_TIE = 0.05  # logits; bf16 sums in another order move them by about a hundredth
-TEXTS = (
-    "Receipt\n2 x pencil at 1.20\n1 x ruler at 0.85",
-    "Order: three notebooks for 2.50 each, one stapler 7.99. Thank you.",
-    "Invoice 17: 4 lamps, 12.00 per piece; shipping is free.",
-    "Please send 1 mug (3.40) and 5 spoons (0.75 each).",
-)
-
-
-@dataclass
-class Difference:
-    """Where two runs of one prompt part, and how close the two best logits were there."""
-
-    index: int
-    position: int
-    gap: float
+HERE = Path(__file__).resolve().parent
+PIECES = {"ceilings": 60, "checks": 130, "speed": 150, "tally": 60, "lite": 130}  # seconds
+DRY_LIMIT_S = 900
+NEEDS_CEILINGS = ("speed", "lite")
 
 
 def main() -> int:
-    """Runs all steps; 1 when the engine's ids differ where no tie explains it."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--prompts", type=int, default=64)
-    parser.add_argument("--max-tokens", type=int, default=64)
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
-    parser.add_argument("--results", type=Path, default=Path(__file__).parent / "results")
+    """Runs all pieces; 1 when a check failed or a piece did not end."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--dry", action="store_true", help="on the CPU, small, interpreted")
+    parser.add_argument("--pieces", default=",".join(PIECES))
+    parser.add_argument("--minutes", type=float, default=9.0, help="no piece begins after that")
+    parser.add_argument("--results", type=Path, default=HERE / "results")
+    parser.add_argument("--run", choices=PIECES, help=argparse.SUPPRESS)
+    parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    hardware = detect(arguments.device)
-    prompts = make_prompts(arguments.prompts, arguments.max_tokens)
-    report: dict[str, Any] = {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "commit": commit(),
-        "device": hardware.name,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "arguments": {name: str(value) for name, value in vars(arguments).items()},
-        "ceilings": ceilings(torch.device(arguments.device)),
-    }
-    found, report["engine"] = run_engine(arguments.device, arguments.dtype, prompts)
-    # With --device cpu the reference back end is what the fast one is compared with.
-    other = "cpu" if arguments.device == "cuda" else "reference"
-    expected, report["oracle"] = run_engine("cpu", arguments.dtype, prompts, backend=other)
-    report["comparison"] = comparison = compare(prompts, found, expected)
-    print(json.dumps(report, indent=2))
+    if arguments.run:
+        return run_piece(arguments.run, arguments.out, is_dry=arguments.dry)
+    return drive(arguments)
+
+
+def drive(arguments: argparse.Namespace) -> int:
+    """One piece after the other, each in a process."""
+    began_s = time.monotonic()
     arguments.results.mkdir(parents=True, exist_ok=True)
-    name = f"gpu_check-{hardware.name}-{datetime.now(UTC):%Y%m%d-%H%M%S}.json"
-    path = arguments.results / name.replace(" ", "_").replace("/", "_")
-    path.write_text(json.dumps(report, indent=2) + "\n")
-    print(f"written to {path}")
-    return 1 if comparison["unexplained"] else 0
+    stamp = f"{datetime.now(UTC):%Y%m%d-%H%M%S}"
+    path = arguments.results / f"gpu_check-{'dry-' if arguments.dry else ''}{stamp}.json"
+    report: dict[str, Any] = {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"), "commit": commit(),
+        "python": platform.python_version(), "is_dry": arguments.dry, "pieces": {},
+    }  # fmt: skip
+    wanted = arguments.pieces.split(",")
+    unknown = set(wanted) - set(PIECES)
+    if unknown:
+        raise SystemExit(f"unknown pieces {sorted(unknown)}; known are {', '.join(PIECES)}")
+    for name in PIECES:
+        if name not in wanted:
+            continue
+        if not arguments.dry and time.monotonic() - began_s > 60 * arguments.minutes:
+            report["pieces"][name] = {"fault": f"not begun within {arguments.minutes} minutes"}
+            continue
+        limit_s = DRY_LIMIT_S if arguments.dry else PIECES[name]
+        report["pieces"][name] = start_piece(name, path, limit_s, is_dry=arguments.dry)
+        path.write_text(json.dumps(report, indent=1) + "\n")
+    show(report["pieces"])
+    print(f"written to {path} after {time.monotonic() - began_s:.0f} s")
+    return int(not is_sound(report["pieces"]))
+
+
+def start_piece(name: str, report: Path, limit_s: float, *, is_dry: bool) -> dict[str, Any]:
+    """Its result, or why there is none; its whole process group ends with the limit."""
+    out = report.with_suffix(f".{name}.json")
+    command = [sys.executable, "-P", __file__, "--run", name, "--out", str(out)]
+    began_s = time.monotonic()
+    process = subprocess.Popen(
+        command + ["--dry"] * is_dry, start_new_session=True, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+    try:
+        printed, _ = process.communicate(timeout=limit_s)
+        fault = f"exit code {process.returncode}" if process.returncode else None
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        printed, _ = process.communicate()
+        fault = f"not done within {limit_s} s"
+    found: dict[str, Any] = json.loads(out.read_text()) if out.exists() else {}
+    if fault is not None:
+        found |= {"fault": fault, "printed": printed[-2000:]}
+    if name == "ceilings" and out.exists():
+        out.replace(report.with_suffix(".rates.json"))
+    else:
+        out.unlink(missing_ok=True)
+    found["seconds"] = round(time.monotonic() - began_s, 1)
+    print(f"{name}: {found['seconds']} s{'' if fault is None else ', ' + fault}", flush=True)
+    return found
+
+
+def run_piece(name: str, out: Path, *, is_dry: bool) -> int:
+    """In the piece's own process."""
+    sys.path[:0] = [str(HERE), str(HERE.parent / "tests" / "support")]
+    if is_dry:
+        importlib.import_module("triton_interpreter")
+    torch = importlib.import_module("torch")
+    place = importlib.import_module("gpu.place").Place(
+        torch.device("cpu" if is_dry else "cuda"), is_dry
+    )
+    piece = importlib.import_module(f"gpu.{name}")
+    more = (ceilings_beside(out, place),) if name in NEEDS_CEILINGS else ()
+    found = piece.measure(place, *more)
+    if name == "ceilings":
+        properties = None if is_dry else torch.cuda.get_device_properties(0)
+        found |= {"device": getattr(properties, "name", "CPU"), "torch": torch.__version__}
+    out.write_text(json.dumps(found, indent=1) + "\n")
+    return 0
+
+
+def ceilings_beside(out: Path, place: Any) -> dict[str, float]:
+    """Those of the first piece, or measured here where it was left out."""
+    measured = importlib.import_module("gpu.ceilings")
+    beside = out.with_suffix("").with_suffix(".rates.json")
+    found = json.loads(beside.read_text()) if beside.exists() else measured.measure(place)
+    rates: dict[str, float] = measured.rates(found)
+    return rates
+
+
+def is_sound(pieces: dict[str, Any]) -> bool:
+    """No piece broke off, every check holds, and ids differ in near-ties only."""
+    checks = pieces.get("checks", {})
+    results = [each for each in checks.values() if isinstance(each, dict)]
+    ties = pieces.get("tally", {}).get("comparison", {})
+    broken = [name for name, piece in pieces.items() if "fault" in piece]
+    return not broken and all(each["holds"] for each in results) and not ties.get("unexplained")
+
+
+def show(pieces: dict[str, Any]) -> None:
+    """The table."""
+    for name, piece in pieces.items():
+        print(f"\n{name}")
+        for key, value in piece.items():
+            if not isinstance(value, dict):
+                print(f"  {key:44s} {_told(value)}")
+                continue
+            print(f"  {key:44s} " + "  ".join(f"{k} {_told(v)}" for k, v in value.items()))
+
+
+def _told(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)[:300]
 
 
 def commit() -> str:
     """The checked-out commit, "unknown" without git."""
-    root = Path(__file__).parent
     try:
-        run = subprocess.run(
-            ("git", "-C", str(root), "describe", "--always", "--dirty"),
+        done = subprocess.run(
+            ("git", "-C", str(HERE), "describe", "--always", "--dirty"),
             capture_output=True, text=True, check=True,
         )  # fmt: skip
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
-    return run.stdout.strip()
-
-
-def best_s(action: Callable[[], object], device: torch.device, repeats: int = 10) -> float:
-    """Seconds of the fastest call after three for warm-up."""
-    times = []
-    for _ in range(repeats + 3):
-        synchronise(device)
-        start_s = time.perf_counter()
-        action()
-        synchronise(device)
-        times.append(time.perf_counter() - start_s)
-    return min(times[3:])
-
-
-def synchronise(device: torch.device) -> None:
-    """Waits for the device."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def ceilings(device: torch.device) -> dict[str, float]:
-    """Copy bandwidth, read and write counted, and the rate of one square bf16 product."""
-    is_gpu = device.type == "cuda"
-    num_bytes, side = (2**32, 8192) if is_gpu else (2**28, 1024)
-    source = torch.ones(num_bytes, dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    copy_s = best_s(lambda: target.copy_(source), device)
-    a_NN = torch.randn(side, side, device=device).bfloat16()
-    b_NN = torch.randn(side, side, device=device).bfloat16()
-    gemm_s = best_s(lambda: a_NN @ b_NN, device)
-    return {
-        "copy_gb_per_s": round(2 * num_bytes / copy_s / 1e9, 1),
-        "bf16_gemm_tflops": round(2 * side**3 / gemm_s / 1e12, 2),
-    }
-
-
-def make_prompts(count: int, max_tokens: int) -> list[Prompt]:
-    """Short documents through the model's own tokenizer and chat template."""
-    folder = find_model(MODEL)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    params = SamplingParams(temperature=0.0, max_tokens=max_tokens, stop_ids=eos_ids(folder))
-    prompts = []
-    for index in range(count):
-        text = f"{TEXTS[index % len(TEXTS)]}\nNo. {index}"
-        chat = [{"role": "user", "content": text}]
-        rendered = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
-        ids = tokenizer(rendered, add_special_tokens=False)["input_ids"]
-        prompts.append(
-            Prompt(
-                row_id=str(index),
-                index=index,
-                params=params,
-                token_ids=np.asarray(ids, np.int32),
-            )
-        )
-    return prompts
-
-
-def eos_ids(folder: Path) -> frozenset[int]:
-    """The ids that end a completion, from config.json."""
-    eos = read_config(folder).get("eos_token_id")
-    return frozenset(eos if isinstance(eos, list) else [] if eos is None else [eos])
-
-
-def run_engine(
-    device: str, dtype: str, prompts: Sequence[Prompt], backend: str = "auto"
-) -> tuple[dict[int, Completion], dict[str, Any]]:
-    """All completions by index, and how the run went."""
-    options = EngineOptions(
-        model=MODEL,
-        device=device,  # type: ignore[arg-type]
-        dtype=dtype,  # type: ignore[arg-type]
-        backend=backend,  # type: ignore[arg-type]
-    )
-    config = plan_engine(read_config(find_model(MODEL)), options, detect(options.device))
-    engine = load_engine(options)
-    warm = list(engine.generate(ListSource(prompts[:2])))
-    assert len(warm) == len(prompts[:2]), warm
-    before = engine.stats()
-    start_s = time.perf_counter()
-    found = {each.index: each for each in engine.generate(ListSource(prompts))}
-    wall_s = time.perf_counter() - start_s
-    failed = [each.error for each in found.values() if each.error is not None]
-    assert not failed and len(found) == len(prompts), failed
-    stats = engine.stats()
-    tokens = stats.generated_tokens - before.generated_tokens
-    engine.close()
-    return found, {
-        "device": device,
-        "backend": config.backend,
-        "dtype": config.dtype,
-        "kv_capacity_tokens": config.kv_capacity_tokens,
-        "generated_tokens": tokens,
-        "wall_s": round(wall_s, 3),
-        "tokens_per_s": round(tokens / wall_s, 1),
-        "stats": asdict(stats),
-    }
-
-
-def compare(
-    prompts: Sequence[Prompt],
-    found: dict[int, Completion],
-    expected: dict[int, Completion],
-) -> dict[str, Any]:
-    """Rows whose ids differ, each with the gap between the two best logits where they part."""
-    parted = []
-    for prompt in prompts:
-        ours, theirs = (side[prompt.index].token_ids.tolist() for side in (found, expected))
-        if ours != theirs:
-            pairs = enumerate(zip(ours, theirs, strict=False))
-            position = next((at for at, (a, b) in pairs if a != b), min(len(ours), len(theirs)))
-            parted.append((prompt, position))
-    differences = measure_gaps(parted, expected)
-    return {
-        "prompts": len(prompts),
-        "equal": len(prompts) - len(parted),
-        "near_ties": sum(each.gap < NEAR_TIE for each in differences),
-        "unexplained": sum(each.gap >= NEAR_TIE for each in differences),
-        "differences": [asdict(each) for each in differences],
-    }
-
-
-@torch.no_grad()
-def measure_gaps(
-    parted: Sequence[tuple[Prompt, int]], expected: dict[int, Completion]
-) -> list[Difference]:
-    """The gap between the two best logits at each parting, by transformers in float32."""
-    if not parted:
-        return []
-    oracle = transformers.AutoModelForCausalLM.from_pretrained(
-        find_model(MODEL), dtype=torch.float32
-    )
-    differences = []
-    for prompt, position in parted:
-        generated = expected[prompt.index].token_ids[:position]
-        ids = np.concatenate((prompt.token_ids, generated)).astype(np.int64)
-        best_2 = torch.topk(oracle(torch.from_numpy(ids)[None]).logits[0, -1], 2).values
-        differences.append(Difference(prompt.index, position, float(best_2[0] - best_2[1])))
-    return differences
+    return done.stdout.strip()
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ _YARN = {
     "beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0,
 }  # fmt: skip
 _SMALL = FIELDS | {"architectures": ["DeepseekV3ForCausalLM"], "torch_dtype": "bfloat16"}
-_R1: dict[str, Any] = {
+R1: dict[str, Any] = {
     "architectures": ["DeepseekV3ForCausalLM"], "torch_dtype": "bfloat16",
     "hidden_size": 7168, "num_hidden_layers": 61, "first_k_dense_replace": 3,
     "intermediate_size": 18432, "num_attention_heads": 128, "num_key_value_heads": 128,
@@ -28,7 +28,7 @@ _R1: dict[str, Any] = {
     "scoring_func": "sigmoid", "topk_method": "noaux_tc", "rope_theta": 10000, "rms_norm_eps": 1e-6,
     "rope_scaling": _YARN, "tie_word_embeddings": False, "hidden_act": "silu",
 }  # fmt: skip
-_LITE: dict[str, Any] = _R1 | {
+LITE: dict[str, Any] = R1 | {
     "architectures": ["DeepseekV2ForCausalLM"], "hidden_size": 2048, "num_hidden_layers": 27,
     "first_k_dense_replace": 1, "intermediate_size": 10944, "num_attention_heads": 16,
     "num_key_value_heads": 16, "q_lora_rank": None, "n_routed_experts": 64,
@@ -75,7 +75,7 @@ def lite_h200(pool_tokens: int | None = None) -> Machine:
     """V2-Lite in bfloat16 on one H200; by default a pool of all that the weights leave."""
     hardware = parse_hardware("H200")
     assert hardware.bf16_flops_per_s and hardware.bandwidth_bytes_per_s
-    costs = _costs(_LITE, 64)
+    costs = _costs(LITE, 64)
     left_bytes = 0.92 * hardware.memory_bytes - 31.4e9 - 8e9
     return Machine(
         name="V2-Lite, one H200",
@@ -98,7 +98,7 @@ def r1_8xh200(pool_tokens: int | None = None) -> Machine:
     """
     hardware = parse_hardware("8xH200")
     assert hardware.bf16_flops_per_s and hardware.bandwidth_bytes_per_s
-    costs = _costs(_R1, 64, weight_scale=0.5)
+    costs = _costs(R1, 64, weight_scale=0.5)
     left_bytes = 8 * (0.92 * hardware.memory_bytes - 10e9) - 671e9
     return Machine(
         name="R1, 8 x H200",

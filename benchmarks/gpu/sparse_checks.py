@@ -12,6 +12,7 @@ from triton_sparse import make_choosing, recorded
 from batchmla.attention.hybrid_parts import hybrid_record
 from batchmla.attention.mla import latent_record
 from batchmla.attention.sparse import key_record
+from batchmla.kernels.block_sparse_ops import BlockDims
 from batchmla.kernels.hybrid_ops import HybridRows
 from batchmla.kernels.kda_ops import LaneRows
 from batchmla.kernels.ops import MlaDims, Ops
@@ -123,13 +124,48 @@ def delta(place: Place, ours: Ops, spec: Ops) -> float:
     return max(error(host(found), wanted), error(host(ours_state), spec_state))
 
 
+def blocks(place: Place, ours: Ops, spec: Ops) -> float:
+    """MiniMax-M3: the specification's blocks, and attention over them."""
+    dims = BlockDims(block_tokens=place.size(128, 8), count=place.size(16, 2), forced=1)
+    width, key_heads = place.size(128, 16), 2
+    lengths = [(1, 5000), (3, 9000)] if not place.is_dry else [(1, 40), (3, 70)]
+    choosing = make_choosing(lengths, dims.num_keys, page_tokens=place.size(64, 8))
+    shape = choosing.num_pages, choosing.page_tokens
+    index = torch.randn(*shape, width)
+    q = torch.randn(choosing.num_rows, key_heads, width)
+    there = [
+        replace(group, pages_GP=place.put(group.pages_GP), visible_N=place.put(group.visible_N))
+        for group in choosing.groups
+    ]
+    found = host(ours.blocks.select(place.put(q), place.put(index), there, dims))
+    wanted = spec.blocks.select(q, index, choosing.groups, dims)
+    differ = float((found != wanted).any(dim=2).float().mean())
+    keys, values = (tensor(*shape, key_heads * width) for _ in range(2))
+    queries = tensor(choosing.num_rows, 4 * key_heads, width)
+    args = (queries, keys, values)
+    out = ours.blocks.attend(*map(place.put, args), there, place.put(wanted), dims, 0.1)
+    wide = (each.float() for each in args)
+    expected = spec.blocks.attend(*wide, choosing.groups, wanted, dims, 0.1)
+    return max(differ, error(host(out), expected))
+
+
 def sparse_checks(place: Place) -> Iterator[Check]:
     """All of them."""
     yield from records(place)
     yield Check("select_keys", selected, 2e-3)
     yield Check("sparse_mla", sparse_mla, RECORD_BOUND)
     yield Check("hybrid attend", hybrid, 2.5e-3)
+    yield Check("blocks", blocks, RECORD_BOUND)
     yield Check("kda delta", delta, 1e-4)
+    count, heads, width = place.size(256, 4), place.size(8, 2), place.size(128, 16)
+    forget = tensor(count, heads * width), tensor(count, heads), torch.rand(heads)
+    gates = compared(lambda ops: ops.kda.gates, *forget, torch.randn(heads * width))
+    yield Check("kda gates", gates, 1e-5)
+    gated = torch.randn(count, heads, width), tensor(count, heads, width), torch.randn(width), 1e-6
+    yield Check("kda gated_norm", compared(lambda ops: ops.kda.gated_norm, *gated), 2.5e-3)
+    places = torch.randint(count, (4, count))
+    convolved = tensor(count, 64), torch.randn(64, 1, 4), places
+    yield Check("kda convolve", compared(lambda ops: ops.kda.convolve, *convolved), 2.5e-3)
     streams = torch.randn(place.size(512, 4), 24)
     hyper = streams, torch.randn(24), torch.rand(3), 4, 20, 1e-6
     yield Check("hyper_weights", compared(lambda ops: ops.hybrid.hyper_weights, *hyper), 1e-5)
