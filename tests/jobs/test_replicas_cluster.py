@@ -1,0 +1,53 @@
+"""What can be refused before a cluster is joined, and replicas that do not belong to a job."""
+
+import logging
+import sys
+
+import pytest
+
+from batchmla.errors import JobError
+from batchmla.jobs.manifest import versions
+from batchmla.jobs.replicas_actor import ReplicaFacts
+from batchmla.jobs.replicas_cluster import require_ray
+from batchmla.jobs.replicas_seams import _refusal
+
+FILES = {"config.json": "a", "model.safetensors": "b"}
+NUMERICS = {"threads": "4", "dtype": "bfloat16"}
+
+
+def test_without_the_package_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(JobError, match=r'pip install "batchmla\[ray\]"'):
+        require_ray("auto")
+
+
+def test_a_ray_clients_address_is_refused_with_the_way_out() -> None:
+    pytest.importorskip("ray", reason="ray is not installed")
+    with pytest.raises(JobError, match=r"ray://head:10001 is a Ray client's address; run batchmla"):
+        require_ray("ray://head:10001")
+    require_ray("10.0.0.1:6379")
+
+
+def refusal(files: dict[str, str], numerics: dict[str, str], is_exact: bool = True) -> str | None:
+    facts = ReplicaFacts(effective={}, numerics=numerics, model_files=files, node="10.0.0.7")
+    return _refusal(facts, model_files=FILES, numerics=NUMERICS, is_exact=is_exact)
+
+
+def test_a_replica_with_other_files_of_the_model_is_refused() -> None:
+    same = {**NUMERICS, **versions()}
+    assert refusal(FILES, same) is None
+    found = refusal(FILES | {"model.safetensors": "c"}, same, is_exact=False)
+    assert found is not None and "10.0.0.7" in found and "model.safetensors differs" in found
+
+
+def test_a_replica_that_computes_otherwise_is_refused_in_exact_mode_only(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    other = {**NUMERICS, **versions(), "threads": "8"}
+    words = "threads is 8 on 10.0.0.7 and 4 here"
+    assert refusal(FILES, other) == f"engine.deterministic needs equal nodes, but {words}"
+    with caplog.at_level(logging.WARNING):
+        assert refusal(FILES, other, is_exact=False) is None
+    assert words in caplog.text
+    lacks = {**NUMERICS, **versions(), "torch": "1.0"}
+    assert "torch is 1.0" in (refusal(FILES, lacks) or "")
