@@ -262,3 +262,32 @@ def test_vllm_gets_what_a_sweep_found(tmp_path: Path) -> None:
     again = a_race(tmp_path / "found.json")
     assert again.vllm("race") == VllmSettings(**best) == settings_from({"best": best})
     assert again.vllm("smollm2") == VllmSettings()
+
+
+def test_the_sweep_keeps_the_best_settings_it_has_seen_so_far(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seconds = {(4096, 32): 9.0, (4096, 64): 7.0, (4096, 128): 8.0, (1024, 64): 7.5, (2048, 64): 6.0}
+
+    class Fake:
+        load_s = 1.0
+
+        def __init__(self, settings: VllmSettings) -> None:
+            key = settings.max_num_batched_tokens, settings.max_num_seqs
+            if key not in seconds:
+                raise RuntimeError("out of memory")
+            self.seconds = seconds[key]
+
+        def ask(self, do: str, **fields: Any) -> dict[str, float]:
+            return {"seconds": self.seconds}
+
+        def close(self) -> None:
+            pass
+
+    monkeypatch.setattr(measure, "start", lambda peer, model, threads, vllm: Fake(vllm))
+    race = a_race(tmp_path / "found.json", most_rows=4)
+    with pytest.raises(RuntimeError, match="out of memory"):  # 8192 tokens, the last one tried
+        measure.measure_piece(race, pieces.parse_piece("race:sweep"))
+    assert a_race(tmp_path / "found.json").vllm("race") == VllmSettings(2048, 64)
+    tried = race.results.data["vllm_settings"]["race"]["tried"]
+    assert [each["seconds"] for each in tried] == [9.0, 7.0, 8.0, 7.5, 6.0]
