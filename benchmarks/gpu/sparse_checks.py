@@ -82,7 +82,7 @@ def sparse_mla(place: Place, ours: Ops, spec: Ops) -> float:
 
 def hybrid(place: Place, ours: Ops, spec: Ops) -> float:
     """V4: a window, entries and a sink."""
-    rows, heads, width = place.size(64, 4), place.size(64, 3), place.size(512, 32)
+    rows, heads, width = place.size(64, 16), place.size(64, 3), place.size(512, 64)
     window, entries = place.size(128, 12), place.size(512, 20)
     kept, pages = tensor(place.size(4096, 60), width), place.size(64, 4)
     cache = tensor(pages, 64, width)

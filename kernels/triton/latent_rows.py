@@ -1,4 +1,4 @@
-"""A paged cache of latents as kernels address it: flat rows of values or codes, tails and factors."""
+"""A paged cache of latents as kernels address it: flat rows of values or codes, tails, factors."""
 
 from dataclasses import dataclass
 

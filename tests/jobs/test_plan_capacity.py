@@ -87,7 +87,8 @@ def test_a_person_sees_every_placement_and_the_choice(r1: Plan) -> None:
     for each in r1.placements:
         assert " / ".join(str(each[n]) for n in ("tensor", "expert", "attention_data")) in text
     choice = "recommended: model.parallel {tensor: 1, expert: 8, attention_data: 8}"
-    for words in ("no room", choice, f"{r1.kv_capacity_tokens:,}", "GPU KV cache size"):  # fmt: skip
+    capacity = f"{r1.kv_capacity_tokens:,}"
+    for words in ("no room", choice, capacity, "GPU KV cache size"):
         assert words in text
     assert "…" not in text, "a column is cut"
 
