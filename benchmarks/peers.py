@@ -23,6 +23,7 @@ looks for vLLM's best settings. Models: race (434 M, DeepSeek-V3-shaped, random)
 
 import argparse
 import os
+import signal
 import sys
 from datetime import UTC, datetime
 from pathlib import Path
@@ -87,6 +88,7 @@ def run(arguments: argparse.Namespace, results: Results) -> None:
         most_rows=arguments.rows,
         batch=arguments.batch,
     )
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # no stopped process stays behind
     failed: list[Piece] = []
     try:
         for piece in pieces:
