@@ -8,7 +8,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test lint types unit kernels test-integrations clean
+.PHONY: demo test lint types unit kernels kernels-newest test-integrations clean
 
 # torch is asked for by its exact version: an open range would take a CUDA build of several GB
 $(STAMP): pyproject.toml constraints.txt
@@ -38,6 +38,13 @@ kernels: $(STAMP)
 	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/python -P -m pytest -q --durations=10 -n 2 tests/gpu
 	OMP_NUM_THREADS=1 $(BIN)/python -P -m pytest -q --durations=10 tests/gpu
 
+# the same with the newest Triton, which may fail: it tells what is to come
+kernels-newest: $(STAMP)
+	test -d .triton-newest || $(BIN)/python -m pip install --quiet --disable-pip-version-check \
+		--no-deps --target .triton-newest triton
+	OMP_NUM_THREADS=1 PYTHONPATH=.triton-newest $(BIN)/python -P -m pytest -q tests/gpu/compiled
+	OMP_NUM_THREADS=1 PYTHONPATH=.triton-newest TRITON_INTERPRET=1 $(BIN)/python -P -m pytest -q -n 2 tests/gpu/interpreted
+
 # each library in an environment of its own, since they disagree about others
 test-integrations: $(STAMP)
 	set -e; for name in airflow dagster; do \
@@ -49,4 +56,4 @@ test-integrations: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -P -m pytest -q -rs tests/examples/test_pipelines.py
 
 clean:
-	rm -rf $(VENV) .venv-integrations .types build *.egg-info
+	rm -rf $(VENV) .triton-newest .venv-integrations .types build *.egg-info

@@ -1,6 +1,7 @@
 """Experts dealt to ranks, and ranks that outnumber the kv heads: the logits of one rank."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -16,34 +17,51 @@ from batchmla.parallel import Par
 from batchmla.placement import Placement
 from batchmla.weights.rules import expand
 
+PROMPTS = [
+    np.random.default_rng(4 + length).integers(2, 256, length).tolist() for length in (30, 9, 41)
+]
 FAMILIES = ("v4", "qwen3_moe", "minimax_m2", "minimax_m3", "v3", "v32", "kimi_linear")
 
 
-def test_holders_of_experts_give_the_logits_of_one_rank(tmp_path: Path) -> None:
-    """Two kv heads on four ranks too: each is held twice. v4 has two output groups, for two."""
-    rng = np.random.default_rng(4)
-    prompts = [rng.integers(2, 256, length).tolist() for length in (30, 9, 41)]
+CUT_IN_FOUR = {"v4": {"o_groups": 4}}  # the tiny one has two output groups
+
+
+def write_models(folder: Path, names: Sequence[str], **changes: dict[str, int]) -> list[Path]:
+    """A checkpoint of each family."""
     folders = []
-    for name in FAMILIES:
-        (tmp_path / name).mkdir()
-        write_tiny(tmp_path / name, name)
-        folders.append(tmp_path / name)
-    found = {}
-    for num_ranks, first in ((1, 0), (2, 0), (4, 1)):
-        scratch = tmp_path / f"{num_ranks}"
-        scratch.mkdir()
-        found[num_ranks] = logits_on_ranks(
-            folders[first:], prompts, scratch, num_ranks, expert=num_ranks
-        )
-    (alone,) = found[1]
-    for num_ranks, first in ((2, 0), (4, 1)):
-        for rank in found[num_ranks]:
-            for name, rows, expected in zip(FAMILIES[first:], rank, alone[first:], strict=True):
-                for one, other in zip(rows, expected, strict=True):
-                    torch.testing.assert_close(
-                        one, other, rtol=1e-4, atol=1e-4,
-                        msg=lambda text, where=(name, num_ranks): f"{where}: {text}",
-                    )  # fmt: skip
+    for name in names:
+        folders.append(folder / name)
+        folders[-1].mkdir()
+        write_tiny(folders[-1], name, **changes.get(name, {}))
+    return folders
+
+
+def check_ranks(folders: list[Path], scratch: Path, found: list[list[list[torch.Tensor]]]) -> None:
+    """Every rank's logits against those of one rank."""
+    scratch.mkdir()
+    (alone,) = logits_on_ranks(folders, PROMPTS, scratch, 1)
+    for rank in found:
+        for folder, rows, expected in zip(folders, rank, alone, strict=True):
+            for one, other in zip(rows, expected, strict=True):
+                torch.testing.assert_close(
+                    one, other, rtol=1e-4, atol=1e-4,
+                    msg=lambda text, where=folder.name: f"{where}: {text}",
+                )  # fmt: skip
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_holders_of_experts_give_the_logits_of_one_rank(tmp_path: Path, num_ranks: int) -> None:
+    """Two kv heads on four ranks too: each is held twice."""
+    names = FAMILIES if num_ranks == 2 else FAMILIES[1:]
+    folders = write_models(tmp_path, names)
+    found = logits_on_ranks(folders, PROMPTS, tmp_path, num_ranks, expert=num_ranks)
+    check_ranks(folders, tmp_path / "alone", found)
+
+
+def test_four_ranks_that_cut_everything_give_the_logits_of_one(tmp_path: Path) -> None:
+    """Heads, widths of experts and vocabulary in four."""
+    folders = write_models(tmp_path, (*FAMILIES, "llama"), **CUT_IN_FOUR)
+    check_ranks(folders, tmp_path / "alone", logits_on_ranks(folders, PROMPTS, tmp_path, 4))
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "minimax_m2", "minimax_m3", "v3", "v4"])
