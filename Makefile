@@ -8,7 +8,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test lint types unit kernels kernels-newest test-integrations clean
+.PHONY: demo test lint types unit replicas kernels kernels-newest test-integrations clean
 
 # torch is asked for by its exact version: an open range would take a CUDA build of several GB
 $(STAMP): pyproject.toml constraints.txt
@@ -20,7 +20,7 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)
 	$(BIN)/python -P examples/tally/demo.py
 
-test: lint types unit kernels
+test: lint types unit replicas kernels
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -31,18 +31,23 @@ types: $(STAMP)
 	$(BIN)/mypy
 
 unit: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -P -m pytest -q --durations=15 -n 2 --dist loadfile --ignore=tests/gpu
+	OMP_NUM_THREADS=1 $(BIN)/python -P -m pytest -q --durations=15 -n 2 --dist loadfile --ignore=tests/gpu \
+		--ignore-glob="*/test_replicas*.py" --ignore=tests/examples/test_ray.py
+
+# Ray leaves threads behind in the process that it was used from
+replicas: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -P -m pytest -q --durations=10 -n 2 --dist loadfile tests/jobs/test_replicas*.py
 
 # Triton decides when imported whether it interprets or compiles: a process for each
 kernels: $(STAMP)
 	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/python -P -m pytest -q --durations=10 -n 2 tests/gpu
-	OMP_NUM_THREADS=1 $(BIN)/python -P -m pytest -q --durations=10 tests/gpu
+	OMP_NUM_THREADS=1 $(BIN)/python -P -m pytest -q --durations=10 -n 2 tests/gpu
 
 # the same with the newest Triton, which may fail: it tells what is to come
 kernels-newest: $(STAMP)
 	test -d .triton-newest || $(BIN)/python -m pip install --quiet --disable-pip-version-check \
 		--no-deps --target .triton-newest triton
-	OMP_NUM_THREADS=1 PYTHONPATH=.triton-newest $(BIN)/python -P -m pytest -q tests/gpu/compiled
+	OMP_NUM_THREADS=1 PYTHONPATH=.triton-newest $(BIN)/python -P -m pytest -q -n 2 tests/gpu/compiled
 	OMP_NUM_THREADS=1 PYTHONPATH=.triton-newest TRITON_INTERPRET=1 $(BIN)/python -P -m pytest -q -n 2 tests/gpu/interpreted
 
 # each library in an environment of its own, since they disagree about others
@@ -53,7 +58,7 @@ test-integrations: $(STAMP)
 		$$home/bin/python -m pip install --quiet --disable-pip-version-check \
 			-r examples/$$name/requirements.txt; \
 	done
-	OMP_NUM_THREADS=1 $(BIN)/python -P -m pytest -q -rs tests/examples/test_pipelines.py
+	OMP_NUM_THREADS=1 $(BIN)/python -P -m pytest -q -rs tests/examples/test_pipelines.py tests/examples/test_ray.py
 
 clean:
 	rm -rf $(VENV) .triton-newest .venv-integrations .types build *.egg-info

@@ -8,16 +8,16 @@
 
 enum { BLOCK = 128, ROWS = 32 };
 
-/* 2^x, relative error below 3e-6 (minimax of degree 4): shares are rounded to 8 bits. 0 where x is
- * so low that a float32 has no normal number for it. */
+/* 2^x, relative error below 3e-6 (minimax of degree 4): shares are rounded to 8 bits. 1 for 0, or
+ * rows would be scaled whenever their neighbours are; 0 where float32 has no normal number. */
 static inline __m512 power_of_two(__m512 x) {
     __m512 whole = _mm512_roundscale_ps(x, 8);
     __m512 rest = _mm512_sub_ps(x, whole);
-    __m512 sum = _mm512_set1_ps(0.009570102f);
-    sum = _mm512_fmadd_ps(sum, rest, _mm512_set1_ps(0.055917859f));
-    sum = _mm512_fmadd_ps(sum, rest, _mm512_set1_ps(0.24024744f));
-    sum = _mm512_fmadd_ps(sum, rest, _mm512_set1_ps(0.69312179f));
-    sum = _mm512_fmadd_ps(sum, rest, _mm512_set1_ps(0.99999928f));
+    __m512 sum = _mm512_set1_ps(0.009582853f);
+    sum = _mm512_fmadd_ps(sum, rest, _mm512_set1_ps(0.055906426f));
+    sum = _mm512_fmadd_ps(sum, rest, _mm512_set1_ps(0.24024099f));
+    sum = _mm512_fmadd_ps(sum, rest, _mm512_set1_ps(0.69312418f));
+    sum = _mm512_fmadd_ps(sum, rest, _mm512_set1_ps(1.0f));
     return _mm512_scalef_ps(sum, whole);
 }
 

@@ -1,8 +1,12 @@
 """Every kernel as machine code: registers, shared memory, tensor cores; writes a table of them."""
 
 import importlib
+import json
 import pkgutil
+import shutil
+import tempfile
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -33,13 +37,32 @@ MODULES = dict(modules_with_kernels())
 CASES = [(case, target) for cases in MODULES.values() for case in cases for target in case.targets]
 
 
-@pytest.fixture(scope="module")
-def codes() -> Iterator[dict[tuple[str, int], Code]]:
-    """Filled by the tests; a whole run leaves the table."""
-    seen: dict[tuple[str, int], Code] = {}
-    yield seen
-    if len(seen) == len(CASES) and triton.__version__ == PINNED:
-        TABLE.write_text(table(seen))
+class Codes:
+    """What the tests of all processes of a run find, in files; the last one leaves the table."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        folder.mkdir(exist_ok=True)
+
+    def add(self, case: AotCase, code: Code) -> None:
+        """Notes one."""
+        name = f"{[each.name for each, _ in CASES].index(case.name)}-{code.target}.json"
+        draft = self._folder / f"{name}.draft"
+        draft.write_text(json.dumps({"name": case.name, **asdict(code)}))
+        draft.replace(self._folder / name)
+        found = list(self._folder.glob("*.json"))
+        if len(found) == len(CASES) and triton.__version__ == PINNED:
+            entries = [json.loads(each.read_text()) for each in found]
+            TABLE.write_text(
+                table({(each.pop("name"), each["target"]): Code(**each) for each in entries})
+            )
+            shutil.rmtree(self._folder)
+
+
+@pytest.fixture(scope="session")
+def codes(testrun_uid: str) -> Codes:
+    """Of this run."""
+    return Codes(Path(tempfile.gettempdir()) / f"batchmla-codes-{testrun_uid}")
 
 
 def table(codes: dict[tuple[str, int], Code]) -> str:
@@ -72,9 +95,9 @@ def test_names_are_distinct() -> None:
 @pytest.mark.parametrize(
     ("case", "target"), CASES, ids=[f"{case.name}-sm{target}" for case, target in CASES]
 )
-def test_code(case: AotCase, target: int, codes: dict[tuple[str, int], Code]) -> None:
+def test_code(case: AotCase, target: int, codes: Codes) -> None:
     code = compile_case(case, target)
-    codes[case.name, target] = code
+    codes.add(case, code)
     if target in case.strict_on:
         allowed_bytes = 0 if triton.__version__ == PINNED else OTHER_STACK_BYTES
         assert code.stack_bytes <= allowed_bytes, code
