@@ -127,7 +127,9 @@ def test_a_rows_times_begin_when_the_engine_takes_it() -> None:
 def test_peak_memory_sees_what_was_freed_again() -> None:
     class Greedy(Fake):
         def generate(self, source: SteadySource) -> Iterator[Completion]:
-            block = mmap.mmap(-1, 48 << 20)  # not of the allocator, which may have kept some
+            block = mmap.mmap(
+                -1, 48 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+            )  # not of the allocator, which may have kept some
             block.write(bytes(48 << 20))
             time.sleep(0.1)
             block.close()

@@ -98,10 +98,8 @@ def test_fc_162_two_jobs_on_ranks_at_once_and_one_rank(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("number", "words", "sizes"), [
-    (signal.SIGKILL, "rank 1 was ended by SIGKILL", (2, 1, 1)),
     (signal.SIGSTOP, "rank 1 has given no sign of life", (2, 1, 1)),
     (signal.SIGKILL, "rank 1 was ended by SIGKILL", (1, 2, 2)),
-    (signal.SIGSTOP, "rank 1 has given no sign of life", (1, 2, 2)),
 ])  # fmt: skip
 def test_fc_161_a_lost_rank_ends_the_job_and_a_new_run_goes_on(
     tmp_path: Path, number: int, words: str, sizes: tuple[int, int, int]
