@@ -1,7 +1,7 @@
 # Commands for a fresh machine; each sets up .venv by itself.
 #   make demo   runs the main job: purchase documents in, reasoning and answers out
 #   make test   lint, format, types, tests, examples
-#   make test-integrations   the examples for schedulers, with Airflow and Dagster themselves
+#   make test-integrations   the examples for schedulers with Airflow and Dagster themselves, and all of Ray's tests
 
 PYTHON ?= python3
 VENV := .venv
@@ -34,9 +34,12 @@ unit: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -P -m pytest -q --durations=15 -n 2 --dist loadfile --ignore=tests/gpu \
 		--ignore-glob="*/test_replicas*.py" --ignore=tests/examples/test_ray.py
 
+LONG_RAY := is_killed_leaves and not even_when_killed
+
 # Ray leaves threads behind in the process that it was used from
 replicas: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -P -m pytest -q --durations=10 -n 2 --dist loadfile tests/jobs/test_replicas*.py
+	OMP_NUM_THREADS=1 $(BIN)/python -P -m pytest -q --durations=10 -n 2 --dist loadfile -k "not $(LONG_RAY)" \
+		tests/jobs/test_replicas*.py
 
 # Triton decides when imported whether it interprets or compiles: a process for each
 kernels: $(STAMP)
@@ -58,7 +61,8 @@ test-integrations: $(STAMP)
 		$$home/bin/python -m pip install --quiet --disable-pip-version-check \
 			-r examples/$$name/requirements.txt; \
 	done
-	OMP_NUM_THREADS=1 $(BIN)/python -P -m pytest -q -rs tests/examples/test_pipelines.py tests/examples/test_ray.py
+	OMP_NUM_THREADS=1 $(BIN)/python -P -m pytest -q -rs tests/examples/test_pipelines.py tests/examples/test_ray.py \
+		tests/jobs/test_replicas_process.py
 
 clean:
 	rm -rf $(VENV) .triton-newest .venv-integrations .types build *.egg-info
