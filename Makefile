@@ -1,7 +1,7 @@
 # Commands for a fresh machine; each sets up .venv by itself.
 #   make demo   runs the main job: purchase documents in, reasoning and answers out
 #   make test   lint, format, types, tests, examples
-#   make test-integrations   the examples for schedulers with Airflow and Dagster themselves, and all of Ray's tests
+#   make test-integrations   the examples for schedulers with Airflow and Dagster themselves, all of Ray's tests, twenty kills
 
 PYTHON ?= python3
 VENV := .venv
@@ -32,9 +32,12 @@ types: $(STAMP)
 
 unit: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -P -m pytest -q --durations=15 -n 2 --dist loadfile --ignore=tests/gpu \
-		--ignore-glob="*/test_replicas*.py" --ignore=tests/examples/test_ray.py
+		--ignore-glob="*/test_replicas*.py" --ignore=tests/examples/test_ray.py \
+		--deselect $(LONG)
 
-LONG_RAY := is_killed_leaves and not even_when_killed
+# the longest tests, which test-integrations runs
+LONG := tests/acceptance/test_kill_tally.py::test_twenty_kills_lose_and_double_nothing
+LONG_RAY := is_killed_leaves and not even_when_killed and not has_lost_all_replicas
 
 # Ray leaves threads behind in the process that it was used from
 replicas: $(STAMP)
@@ -62,7 +65,7 @@ test-integrations: $(STAMP)
 			-r examples/$$name/requirements.txt; \
 	done
 	OMP_NUM_THREADS=1 $(BIN)/python -P -m pytest -q -rs tests/examples/test_pipelines.py tests/examples/test_ray.py \
-		tests/jobs/test_replicas_process.py
+		tests/jobs/test_replicas.py tests/jobs/test_replicas_process.py $(LONG)
 
 clean:
 	rm -rf $(VENV) .triton-newest .venv-integrations .types build *.egg-info
