@@ -101,9 +101,9 @@ def experts(place: Place, coding: Coding | None, count: int, tokens: int) -> Che
                 weight = tensor(count, outputs, inputs, scale=inputs**-0.5)
                 made.append((spec.pack(kind, weight), ours.pack(kind, on.put(weight).clone())))
                 continue
-            codes = _quantised(coding, (count, outputs, inputs))
+            codes = quantised_stack(coding, (count, outputs, inputs))
             plain = codes.expanded()
-            made.append((spec.pack(kind, plain), ours.pack(kind, _there(on, codes))))
+            made.append((spec.pack(kind, plain), ours.pack(kind, codes_there(on, codes))))
         (up, up_there), (down, down_there) = made
         found = ours.experts(on.put(x), on.put(scores), on.put(ids), up_there, down_there)
         wanted = spec.experts(x.float(), scores, ids, _wide(up), _wide(down))
@@ -117,13 +117,13 @@ def experts(place: Place, coding: Coding | None, count: int, tokens: int) -> Che
     return Check(f"experts {told}, {count} of {width}x{ffn}, {tokens} tokens", run, bound)
 
 
-def _quantised(coding: Coding, shape: tuple[int, int, int]) -> Quantised:
+def quantised_stack(coding: Coding, shape: tuple[int, int, int]) -> Quantised:
     if coding is Coding.E4M3:
         return quantised(shape, coding, 128, row_block=128)
     return quantised(shape, coding, 32, scale_dtype=torch.uint8)
 
 
-def _there(place: Place, codes: Quantised) -> Quantised:
+def codes_there(place: Place, codes: Quantised) -> Quantised:
     rows = codes.scale_row_O
     return replace(
         codes, codes=place.put(codes.codes), scales=place.put(codes.scales),

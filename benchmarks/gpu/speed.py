@@ -14,7 +14,7 @@ from batchmla.kernels.groups import Groups, Spans
 from batchmla.kernels.ops import MlaDims, Ops, Packed, PackKind, RouterDims
 from batchmla.kernels.quant import Coding
 from gpu.baseline_mla import baseline_mla_decode
-from gpu.checks import _quantised, _there
+from gpu.checks import codes_there, quantised_stack
 from gpu.place import Place
 
 BF16 = torch.bfloat16
@@ -138,7 +138,7 @@ def expert_cases(place: Place, ops: Ops) -> Iterator[Case]:
         for kind, shape in shapes.items():
             weight = (
                 random(place, *shape, scale=0.02) if coding is None
-                else _there(place, _quantised(coding, shape))
+                else codes_there(place, quantised_stack(coding, shape))
             )  # fmt: skip
             packed.append(ops.pack(kind, weight))
         itemsize = 2 if coding is None else 1

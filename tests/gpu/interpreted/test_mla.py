@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from paged_case import dense
 from triton_case import BOUNDS, error
 from triton_spans import Paged, expected_mla, latent_weight, make_paged, random
 
@@ -74,6 +75,26 @@ def test_chunks(expanded_bytes: int | None, dtype: torch.dtype) -> None:
     else:
         actual = run(attention(expanded_bytes=expanded_bytes), paged, q, SMALL, expands=True)
     check(actual, paged, q, SMALL)
+
+
+@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
+@pytest.mark.parametrize("dims", [EVEN, MANY], ids=["narrow", "wide"])
+def test_kernels_alone(dims: MlaDims, dtype: torch.dtype) -> None:
+    """Between rounded queries and rounded results in latent space there is one rounding."""
+    paged = make_paged([*LENGTHS, (3, 70)], dims.latent + dims.rope, dtype, 16)
+    q = random(paged.num_tokens, dims.heads, dims.latent + dims.rope, seed=3, dtype=dtype)
+    z = torch.empty(paged.num_tokens, dims.heads, dims.latent, dtype=dtype)
+    (spans,) = paged.spans().spans
+    made = attention(split_tokens=64)
+    made._attend_latents(q, paged.cache_PBW, spans, dims, z, None, is_part=False)
+    wanted = torch.zeros(z.shape, dtype=torch.float64)
+    parts = zip(paged.first_rows(), paged.sequences, paged.rows, strict=False)
+    for first, (queries, keys), rows in parts:
+        if keys:
+            k = rows.double()[:, None].expand(-1, dims.heads, -1)
+            some = slice(first, first + queries)
+            wanted[some] = dense(q[some].double(), k, k[..., : dims.latent], dims.scale)
+    assert error(z, wanted) <= BOUNDS[dtype]
 
 
 @pytest.mark.parametrize("dims", [EVEN, MANY], ids=["narrow", "wide"])
