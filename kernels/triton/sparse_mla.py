@@ -275,6 +275,7 @@ def _case(
 _STRIDES = ("q_stride", "q_head_stride", "pe_stride", "pe_head_stride", "page_stride",
             "row_stride", "out_stride", "out_head_stride")  # fmt: skip
 _SWAPPED = Tile(heads=16, keys=32, is_swapped=True)
+_SWAPPED_32 = Tile(heads=FEW_HEADS, keys=32, is_swapped=True)
 AOT_CASES = (
     _case("bf16 16 heads", Tile(heads=16, keys=64, is_swapped=True), (90,)),
     _case("bf16 64 heads", Tile(heads=64, keys=32, is_swapped=False, num_stages=3), (90,)),
@@ -282,5 +283,10 @@ AOT_CASES = (
     _case("e4m3 64 heads", Tile(heads=64, keys=16, is_swapped=False, num_stages=3), (90,),
           "*fp8e4nv"),
     _case("bf16 16 heads elsewhere", _SWAPPED, (80, 100)),
+    _case("bf16 32 heads elsewhere", _SWAPPED_32, (80, 100)),
+    _case("e4m3 16 heads for sm_80", _SWAPPED, (80,), "*u8"),
+    _case("e4m3 32 heads for sm_80", _SWAPPED_32, (80,), "*u8"),
+    _case("e4m3 16 heads for sm_100", _SWAPPED, (100,), "*fp8e4nv"),
+    _case("e4m3 32 heads for sm_100", _SWAPPED_32, (100,), "*fp8e4nv"),
     _case("f32", WIDE_TILE, (90,), dtype="*fp32"),
 )  # fmt: skip
