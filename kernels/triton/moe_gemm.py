@@ -15,6 +15,7 @@ import triton.language as tl
 
 from batchmla.kernels.triton.act_mul import Act, Activation, activate
 from batchmla.kernels.triton.aot import AotCase
+from batchmla.kernels.triton.expert_products import ExpertProducts
 from batchmla.kernels.triton.expert_tiles import MANY, TileShape, boxes
 from batchmla.kernels.triton.sort_experts import Tiles
 
@@ -143,31 +144,6 @@ def _gemm_kernel(
     store_tile(out, out_stride, written, inside, result, first_output, outputs, IS_SWAPPED, BLOCK_O)
 
 
-def up_product(
-    x_TM: torch.Tensor,
-    weight_EFM: torch.Tensor,
-    tiles: Tiles,
-    active: int,
-    activation: Activation,
-    shape: TileShape,
-) -> torch.Tensor:
-    """act(x W_eᵀ) at the places of the choices → [X, F]; weight [E, 2*F, M]. Places that no tile
-    covers hold anything."""
-    outputs = weight_EFM.shape[1] // 2
-    out_XF = x_TM.new_empty(tiles.num_choices, outputs)
-    _launch(x_TM, weight_EFM, out_XF, tiles, active, activation, shape)
-    return out_XF
-
-
-def down_product(
-    hidden_XF: torch.Tensor, weight_EMF: torch.Tensor, tiles: Tiles, shape: TileShape
-) -> torch.Tensor:
-    """h W_eᵀ of rows at places, written at the choices → [X, M]; weight [E, M, F]."""
-    out_XM = hidden_XF.new_empty(tiles.num_choices, weight_EMF.shape[1])
-    _launch(hidden_XF, weight_EMF, out_XM, tiles, 1, Activation(Act.NONE), shape)
-    return out_XM
-
-
 def _launch(
     x: torch.Tensor,
     weight_EOI: torch.Tensor,
@@ -193,6 +169,10 @@ def _launch(
         BLOCK_O=shape.block_o, BLOCK_K=shape.block_k, num_warps=shape.num_warps,
         num_stages=shape.num_stages,
     )  # fmt: skip
+
+
+_PRODUCTS = ExpertProducts(_launch)
+up_product, down_product = _PRODUCTS.up, _PRODUCTS.down
 
 
 _TYPES = dict.fromkeys(("order", "ends", "tile_expert", "tile_first"), "*i32") | dict.fromkeys(

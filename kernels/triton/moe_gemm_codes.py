@@ -14,6 +14,7 @@ import triton.language as tl
 from batchmla.kernels.quant import Coding, Quantised
 from batchmla.kernels.triton.act_mul import Act, Activation, activate
 from batchmla.kernels.triton.aot import AotCase
+from batchmla.kernels.triton.expert_products import ExpertProducts
 from batchmla.kernels.triton.expert_tiles import MANY, TileShape
 from batchmla.kernels.triton.moe_gemm import rows_of, store_tile
 from batchmla.kernels.triton.moe_gemm_fp8 import scale_values
@@ -128,29 +129,6 @@ def _gemm_kernel(
     store_tile(out, out_stride, written, inside, result, first_output, outputs, True, BLOCK_O)
 
 
-def up_product(
-    x_TM: torch.Tensor,
-    weight: Quantised,
-    tiles: Tiles,
-    active: int,
-    activation: Activation,
-    shape: TileShape,
-) -> torch.Tensor:
-    """As that of `moe_gemm`."""
-    out_XF = x_TM.new_empty(tiles.num_choices, weight.shape[1] // 2)
-    _launch(x_TM, weight, out_XF, tiles, active, activation, shape)
-    return out_XF
-
-
-def down_product(
-    hidden_XF: torch.Tensor, weight: Quantised, tiles: Tiles, shape: TileShape
-) -> torch.Tensor:
-    """As that of `moe_gemm`."""
-    out_XM = hidden_XF.new_empty(tiles.num_choices, weight.shape[1])
-    _launch(hidden_XF, weight, out_XM, tiles, 1, Activation(Act.NONE), shape)
-    return out_XM
-
-
 def _launch(
     x: torch.Tensor,
     weight: Quantised,
@@ -175,6 +153,10 @@ def _launch(
         IS_EVEN=inputs % shape.block_k == 0, BLOCK_T=shape.block_t, BLOCK_O=shape.block_o,
         BLOCK_K=shape.block_k, num_warps=shape.num_warps, num_stages=shape.num_stages,
     )  # fmt: skip
+
+
+_PRODUCTS = ExpertProducts(_launch)
+up_product, down_product = _PRODUCTS.up, _PRODUCTS.down
 
 
 def run_length(block: int, most: int) -> int:

@@ -13,6 +13,7 @@ import triton.language as tl
 from batchmla.kernels.quant import Coding, Quantised
 from batchmla.kernels.triton.act_mul import Act, Activation, activate
 from batchmla.kernels.triton.aot import AotCase
+from batchmla.kernels.triton.expert_products import ExpertProducts
 from batchmla.kernels.triton.expert_tiles import MANY, TileShape, boxes
 from batchmla.kernels.triton.moe_gemm import rows_of, store_tile
 from batchmla.kernels.triton.quant import quantise
@@ -160,29 +161,6 @@ def _gemm_kernel(
     store_tile(out, out_stride, written, inside, result, first_output, outputs, IS_SWAPPED, BLOCK_O)
 
 
-def up_product(
-    x_TM: torch.Tensor,
-    weight: Quantised,
-    tiles: Tiles,
-    active: int,
-    activation: Activation,
-    shape: TileShape,
-) -> torch.Tensor:
-    """As that of `moe_gemm`; rows of x are made e4m3."""
-    out_XF = x_TM.new_empty(tiles.num_choices, weight.shape[1] // 2)
-    _launch(x_TM, weight, None, out_XF, tiles, active, activation, shape)
-    return out_XF
-
-
-def down_product(
-    hidden_XF: torch.Tensor, weight: Quantised, tiles: Tiles, shape: TileShape
-) -> torch.Tensor:
-    """As that of `moe_gemm`; rows are made e4m3."""
-    out_XM = hidden_XF.new_empty(tiles.num_choices, weight.shape[1])
-    _launch(hidden_XF, weight, None, out_XM, tiles, 1, Activation(Act.NONE), shape)
-    return out_XM
-
-
 def dense_product(
     x_TI: torch.Tensor,
     weight: Quantised,
@@ -193,19 +171,19 @@ def dense_product(
     """x Wᵀ + b → [T, O] of `dtype`; rows are made e4m3."""
     out_TO = x_TI.new_empty(len(x_TI), weight.shape[0], dtype=dtype)
     if out_TO.numel():
-        _launch(x_TI, weight, bias_O, out_TO, None, 1, Activation(Act.NONE), shape)
+        _launch(x_TI, weight, out_TO, None, 1, Activation(Act.NONE), shape, bias_O)
     return out_TO
 
 
 def _launch(
     x: torch.Tensor,
     weight: Quantised,
-    bias_O: torch.Tensor | None,
     out: torch.Tensor,
     tiles: Tiles | None,
     active: int,
     activation: Activation,
     shape: TileShape,
+    bias_O: torch.Tensor | None = None,
 ) -> None:
     codes, x_scales = quantise(x)
     inputs, outputs, is_up = x.shape[1], out.shape[1], activation.act is not Act.NONE
@@ -228,6 +206,10 @@ def _launch(
         IS_SWAPPED=shape.is_swapped, BLOCK_T=shape.block_t, BLOCK_O=shape.block_o, BLOCK=BLOCK_K,
         num_warps=shape.num_warps, num_stages=shape.num_stages,
     )  # fmt: skip
+
+
+_PRODUCTS = ExpertProducts(_launch)
+up_product, down_product = _PRODUCTS.up, _PRODUCTS.down
 
 
 _INTS = (
