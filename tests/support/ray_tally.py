@@ -12,7 +12,7 @@ import psutil
 import pyarrow as pa
 import pyarrow.dataset as ds
 
-ROWS = 60
+ROWS = 160  # enough that a run is in the midst of them when the first are saved
 
 
 @dataclass
