@@ -1,7 +1,7 @@
 """The live process groups of a `Placement`: the only importer of torch.distributed."""
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -16,10 +16,48 @@ from batchmla.placement import Placement
 IDLE = timedelta(days=30)  # between two steps
 SMALL_SUM_BYTES = 256 << 10  # beyond it a ring is faster
 SMALL_SUM_UNIT = 16  # bytes that a GPU moves at once
+_NETWORK_HINT = (
+    "; machines must reach each other on any port, and where a host's name stands for another "
+    "address, GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME must name the network for ray start"
+)
 
 
 class LostPeer(DeviceError):
     """Another rank is gone: what happened to it is told elsewhere."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Address:
+    """Where rank 0 keeps the store in which ranks on several machines meet."""
+
+    host: str
+    port: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeptStore:
+    """That store in rank 0's own process: it is there as long as this is."""
+
+    address: Address
+    store: Any
+
+    @staticmethod
+    def open(host: str) -> "KeptStore":
+        """On a port that was free; `host` is the name by which the others reach this machine.
+        Raises `DeviceError` where none can be opened."""
+        try:
+            store = dist.TCPStore(  # type: ignore[attr-defined]
+                host, 0, is_master=True, wait_for_workers=False
+            )
+        except (RuntimeError, ValueError) as error:
+            raise DeviceError(
+                f"no port could be opened at {host} for ranks on other machines ({error}); start "
+                "Ray there with an address of the machine, by ray start --node-ip-address"
+            ) from error
+        return KeptStore(address=Address(host=host, port=store.port), store=store)
+
+
+Meeting = Path | Address | KeptStore  # a file that all ranks see; rank 0's store, or the way to it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,6 +143,7 @@ class Par:
         self.placement = placement
         self.is_ordered = is_ordered
         self.traffic: dict[str, Traffic] = {}
+        self.group_rows: Sequence[int] = ()  # that each group brings to what the groups share next
         self._links = links
         self._small: SmallSums | None = None
 
@@ -116,21 +155,20 @@ class Par:
     @staticmethod
     def connect(
         placement: Placement,
-        store_path: Path,
+        meeting: Meeting,
         timeout_s: float = 300.0,
         *,
         is_ordered: bool = False,
     ) -> "Par":
-        """Joins the other ranks through a file that all of them can see. Blocks until all are
-        there. No collective of a step takes longer than `timeout_s`; a step may be waited for
-        without end.
+        """Joins the other ranks where they meet. Blocks until all are there. No collective of a
+        step takes longer than `timeout_s`; a step may be waited for without end.
         """
         if placement.num_ranks == 1:
             return Par(placement)
         timeout = timedelta(seconds=timeout_s)
-        store = dist.FileStore(str(store_path), placement.num_ranks)  # type: ignore[attr-defined]
         backend = "nccl" if torch.cuda.is_available() else "gloo"
         try:
+            store = _store_at(meeting, placement.num_ranks, timeout)
             dist.init_process_group(
                 backend, store=store, rank=placement.rank, world_size=placement.num_ranks,
                 timeout=timeout,
@@ -139,9 +177,11 @@ class Par:
         except (RuntimeError, ValueError) as error:
             raise DeviceError(
                 f"rank {placement.rank} of {placement.num_ranks} could not join the others: {error}"
+                f"{'' if isinstance(meeting, Path) else _NETWORK_HINT}"
             ) from error
         par = Par(placement, links, is_ordered=is_ordered)
-        if backend == "nccl" and placement.tensor > 1 and not is_ordered:
+        is_near = isinstance(meeting, Path) and placement.tensor > 1  # one machine's GPUs
+        if backend == "nccl" and is_near and not is_ordered:
             par._small = SmallSums.of_group(links.tensor, torch.device("cuda", placement.rank))
         return par
 
@@ -182,13 +222,13 @@ class Par:
         return found
 
     def swap_rows(
-        self, rows_NX: torch.Tensor, sent: list[int], received: list[int]
+        self, rows_NX: torch.Tensor, sent: list[int], received: list[int], kind: str = "rows"
     ) -> torch.Tensor:
         """Of the rows the first `sent[0]` go to attention group 0, the next to group 1, …; returns
-        those that come, in the same order: `received[g]` from group g."""
+        those that come, in the same order: `received[g]` from group g. Counted as `kind`."""
         got_NX = rows_NX.new_empty(sum(received), rows_NX.shape[1])
         away = len(rows_NX) - sent[self.placement.group]
-        self._count("rows", away * rows_NX.shape[1] * rows_NX.itemsize)
+        self._count(kind, away * rows_NX.shape[1] * rows_NX.itemsize)
         self._call(
             dist.all_to_all_single, got_NX, rows_NX.contiguous(), received, sent,
             group=self._joined.peers,
@@ -237,6 +277,16 @@ class Par:
                 f"rank {self.placement.rank} lost the connection to another rank ({error}); run "
                 "the same command again to go on with the rows left"
             ) from error
+
+
+def _store_at(meeting: Meeting, num_ranks: int, timeout: timedelta) -> Any:
+    if isinstance(meeting, KeptStore):
+        return meeting.store
+    if isinstance(meeting, Address):
+        return dist.TCPStore(  # type: ignore[attr-defined]
+            meeting.host, meeting.port, is_master=False, timeout=timeout
+        )
+    return dist.FileStore(str(meeting), num_ranks)  # type: ignore[attr-defined]
 
 
 def _link(placement: Placement, timeout: timedelta) -> Links:

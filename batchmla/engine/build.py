@@ -19,11 +19,15 @@ from batchmla.parallel import Par
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankPlan:
-    """What a rank must know to be built. Picklable: it is how the other ranks are told."""
+    """What a rank must know to be built. Picklable: it is how the other ranks are told.
+
+    `device_index` of its GPU, where that is not its rank.
+    """
 
     config: EngineConfig
     folder: Path
     raw_config: Mapping[str, Any]
+    device_index: int | None = None
 
     def of_rank(self, rank: int) -> "RankPlan":
         """The same for another rank."""
@@ -33,9 +37,9 @@ class RankPlan:
     @property
     def device(self) -> torch.device:
         """The rank's own where there are several."""
-        config = self.config
+        config, index = self.config, self.device_index
         if config.device == "cuda" and config.placement.num_ranks > 1:
-            return torch.device("cuda", config.placement.rank)
+            return torch.device("cuda", config.placement.rank if index is None else index)
         return torch.device(config.device)
 
 

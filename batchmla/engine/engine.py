@@ -35,11 +35,12 @@ from batchmla.engine.group import Chunk, Limits
 from batchmla.engine.hardware import Hardware, detect
 from batchmla.engine.memory import PeakMemory
 from batchmla.engine.meter import StepMeter
-from batchmla.engine.ranks import Ranks
+from batchmla.engine.ranks import Launch, Ranks
 from batchmla.engine.runner import Followers, Runner
 from batchmla.engine.sampler import Draw, Sampler
 from batchmla.engine.scheduler import Scheduler
 from batchmla.engine.sequence import Sequence, failed
+from batchmla.engine.spawned import Spawned
 from batchmla.engine.stream import CudaReader, Reader
 from batchmla.errors import JobError
 from batchmla.kernels.ops import SampleOp
@@ -50,8 +51,6 @@ from batchmla.placement import Placement
 from batchmla.weights.folder import find_model, refuse_pointer
 
 logger = logging.getLogger(__name__)
-
-STEPS_BETWEEN_COUNTS = 512  # of the choices of experts
 
 
 @dataclass(slots=True)
@@ -279,25 +278,30 @@ def plan_engine(
     return draft_placed(raw_config, settle_parallel(raw_config, options, hardware), hardware)
 
 
-def load_engine(options: EngineOptions, *, vocab_limit: int | None = None) -> EngineCore:
+def load_engine(
+    options: EngineOptions, *, vocab_limit: int | None = None, launch: Launch | None = None
+) -> EngineCore:
     """Finds the folder, settles the configuration, loads the weights, allocates the cache.
 
     `vocab_limit`, one more than the tokenizer's highest id, keeps ids that only pad the logits from
-    being drawn; None: every id of the config is real.
+    being drawn; None: every id of the config is real. `launch` starts the other ranks, unless it is
+    given on this machine.
     """
     folder = find_model(options.model)
     raw_config = read_config(folder)
-    hardware = detect(options.device)
+    launch = launch or Spawned()
+    hardware = launch.hardware or detect(options.device)
     options = settle_parallel(raw_config, options, hardware)
     facts = engine_facts(raw_config, options, hardware)
     config = resolve(*facts)
     for note in config.notes:
         logger.info("%s", note)
-    plan = RankPlan(config=config, folder=folder, raw_config=raw_config)
+    index = launch.device_index
+    plan = RankPlan(config=config, folder=folder, raw_config=raw_config, device_index=index)
     ops = kernels.load(config.backend, exact=config.deterministic)
     logger.info("kernels: %s", ops.name)
     memory = PeakMemory(plan.device)
-    ranks = Ranks(plan) if config.placement.num_ranks > 1 else None
+    ranks = Ranks(plan, launch) if config.placement.num_ranks > 1 else None
     vocab_size: int = facts[1].vocab_size
     forward = _build(plan, ranks)
     memory.restart()  # files that were read for the weights are not the engine's

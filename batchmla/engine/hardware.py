@@ -18,8 +18,9 @@ class Hardware:
     """`count` equal devices. `memory_bytes` is one device's; of it `free_bytes` are not in use now.
 
     Rates are per device and second, at best, None where they have to be measured; that of the links
-    to the other devices counts one direction. `has_fast_bf16`: bf16 products run in hardware.
-    `is_local`: this machine, as opposed to one that is only planned for.
+    to the other devices of a machine counts one direction. The devices are on `num_machines`, each
+    of which has as many. `has_fast_bf16`: bf16 products run in hardware. `is_local`: this machine,
+    as opposed to one that is only planned for.
     """
 
     name: str
@@ -27,6 +28,7 @@ class Hardware:
     memory_bytes: int
     free_bytes: int
     count: int = 1
+    num_machines: int = 1
     bandwidth_bytes_per_s: float | None = None
     bf16_flops_per_s: float | None = None
     link_bytes_per_s: float | None = None
@@ -35,14 +37,25 @@ class Hardware:
     is_local: bool = True
 
     def shared_by(self, num_ranks: int) -> "Hardware":
-        """What each of so many ranks has: of a processor a part, of GPUs one."""
+        """What each of so many ranks has: of a machine's processor a part, of GPUs one."""
         if self.kind != "cpu":
             return self
+        here = max(1, num_ranks // self.num_machines)
         return replace(
-            self,
-            memory_bytes=self.memory_bytes // num_ranks,
-            free_bytes=self.free_bytes // num_ranks,
+            self, memory_bytes=self.memory_bytes // here, free_bytes=self.free_bytes // here
         )
+
+    def over(self, num_machines: int, num_ranks: int) -> "Hardware":
+        """That of so many ranks, dealt evenly to so many machines like this one."""
+        assert num_ranks % num_machines == 0, f"{num_ranks} ranks on {num_machines} machines"
+        return replace(self, num_machines=num_machines, count=num_ranks)
+
+    @property
+    def words(self) -> str:
+        """As in 2 x 8 x H200."""
+        counts = [self.num_machines] if self.num_machines > 1 else []
+        counts += [self.count // self.num_machines] if self.count > 1 else []
+        return " x ".join((*map(str, counts), self.name))
 
 
 def _preset(
@@ -77,15 +90,19 @@ PRESETS = {
 
 
 def parse_hardware(text: str) -> Hardware:
-    """Reads "H100" or "8xH200"."""
-    found = re.fullmatch(r"(?:(\d+)\s*[xX*]\s*)?([A-Za-z0-9]+)", text.strip())
-    preset = PRESETS.get(found[2].upper()) if found else None
-    if found is None or preset is None or found[1] == "0":
+    """Reads "H100", "8xH200" or, of two machines, "2x8xH200"."""
+    count = r"(?:(\d+)\s*[xX*]\s*)?"
+    found = re.fullmatch(rf"{count}{count}([A-Za-z0-9]+)", text.strip())
+    preset = PRESETS.get(found[3].upper()) if found else None
+    if found is None or preset is None or "0" in (found[1], found[2]):
         raise JobError(
-            f"unknown hardware {text!r}; write NAME or COUNTxNAME with one of {', '.join(PRESETS)}"
+            f"unknown hardware {text!r}; write NAME, COUNTxNAME or MACHINESxCOUNTxNAME with one of "
+            f"{', '.join(PRESETS)}"
         )
-    count = int(found[1] or 1)
-    return replace(preset, count=count)
+    if found[2] is None:
+        return replace(preset, count=int(found[1] or 1))
+    machines = int(found[1])
+    return preset.over(machines, machines * int(found[2]))
 
 
 def detect(device: Literal["auto", "cuda", "cpu"]) -> Hardware:

@@ -1,29 +1,23 @@
-"""The other ranks of a model on this machine, as processes: started, watched, ended.
+"""The other ranks of a model: started, watched, ended, wherever their processes are.
 
-A rank that dies or hangs takes the engine with it, as a `DeviceError` that says which and why: the
+A rank that dies or hangs takes the engine with it, as a `LostPeer` that says which and why: the
 collective that rank 0 waits in fails as soon as the watch has ended the others.
 """
 
 import atexit
 import logging
-import multiprocessing
-import shutil
-import signal
-import tempfile
 import threading
 import time
-from multiprocessing import connection
-from multiprocessing.context import SpawnProcess
-from pathlib import Path
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 
 from batchmla.engine.build import RankPlan
 from batchmla.engine.forward import Work
-from batchmla.engine.worker import Report, follow
+from batchmla.engine.hardware import Hardware
+from batchmla.engine.worker import Report
 from batchmla.errors import DeviceError, ExitCode, JobError
-from batchmla.parallel import Par
+from batchmla.parallel import LostPeer, Meeting, Par
 
 logger = logging.getLogger(__name__)
 
@@ -35,36 +29,73 @@ START_S = 120.0  # the same until its process runs: imports may come from a slow
 BLAME_S = 5.0  # for the watch to find why a step failed
 
 
+class Follower(Protocol):
+    """The process of another rank. Nothing here blocks but `join`."""
+
+    def reports(self) -> list[Report]:
+        """What it said since it was last asked."""
+        ...
+
+    @property
+    def end(self) -> str | None:
+        """How it ended, as in "was ended by SIGKILL"; None while it lives."""
+        ...
+
+    def kill(self) -> None:
+        """Ends it, in whatever state it is."""
+        ...
+
+    def join(self) -> None:
+        """Waits for its end."""
+        ...
+
+
+class Launch(Protocol):
+    """How the processes of other ranks come to be."""
+
+    @property
+    def hardware(self) -> Hardware | None:
+        """Of all ranks; None: this machine's."""
+        ...
+
+    @property
+    def device_index(self) -> int | None:
+        """Of each rank's GPU among those that its process sees; None: its rank."""
+        ...
+
+    @property
+    def meeting(self) -> Meeting:
+        """Where the others meet this process, which is rank 0."""
+        ...
+
+    def start(self, plan: RankPlan, num_threads: int) -> Follower:
+        """Begins the process of the rank of `plan`; does not wait for it."""
+        ...
+
+    def close(self) -> None:
+        """Frees what is left when all have ended."""
+        ...
+
+
 class Ranks:
     """Followers of this process, which is rank 0."""
 
-    def __init__(self, plan: RankPlan) -> None:
+    def __init__(self, plan: RankPlan, launch: Launch) -> None:
         """Starts them and joins them; each begins to load. Raises the fault of one that fails."""
         placement = plan.config.placement
-        self._folder = Path(tempfile.mkdtemp(prefix="batchmla-ranks-"))
+        self._launch = launch
         self._fault: Exception | None = None
         self._bereft = set[int]()  # ranks that ended because another did
         self._is_ending = threading.Event()
         self._par: Par | None = None
         self._missing = {stage: set(range(1, placement.num_ranks)) for stage in STAGES}
         self._reached = {stage: threading.Event() for stage in STAGES}  # or there is a fault
-        self._pipes: dict[int, connection.Connection] = {}
-        self._processes: dict[int, SpawnProcess] = {}
+        self._followers: dict[int, Follower] = {}
         atexit.register(self.close)
         self._threads_before = torch.get_num_threads()
         num_threads = max(1, self._threads_before // placement.num_ranks)
-        context = multiprocessing.get_context("spawn")
         for rank in range(1, placement.num_ranks):
-            receiver, sender = context.Pipe(duplex=False)
-            process = context.Process(
-                target=follow,
-                args=(plan.of_rank(rank), self._folder / "store", num_threads, sender),
-                name=f"batchmla rank {rank}",
-                daemon=True,
-            )
-            process.start()
-            sender.close()
-            self._pipes[rank], self._processes[rank] = receiver, process
+            self._followers[rank] = launch.start(plan.of_rank(rank), num_threads)
         torch.set_num_threads(num_threads)
         self._watcher = threading.Thread(target=self._watch, name="ranks", daemon=True)
         self._watcher.start()
@@ -75,7 +106,7 @@ class Ranks:
         is_ordered = plan.config.deterministic
         try:
             self._par = Par.connect(
-                plan.config.placement, self._folder / "store", is_ordered=is_ordered
+                plan.config.placement, self._launch.meeting, is_ordered=is_ordered
             )
         except DeviceError as error:
             raise self.explain(error) from error
@@ -114,32 +145,31 @@ class Ranks:
         self._is_ending.set()
         atexit.unregister(self.close)
         self._kill()
-        for process in self._processes.values():
-            process.join()
+        for each in self._followers.values():
+            each.join()
         if self._par is not None:
             self._par.close()
         torch.set_num_threads(self._threads_before)
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._launch.close()
 
     def _kill(self) -> None:
-        for process in self._processes.values():
-            if process.is_alive():
-                process.kill()
+        for each in self._followers.values():
+            each.kill()
 
     # the watch's thread
 
     def _watch(self) -> None:
         """Notes the first fault and ends all ranks then, so that nobody waits for ever."""
-        silent = dict.fromkeys(self._pipes, 0)  # rounds; none pass while this process is stopped
+        silent = dict.fromkeys(self._followers, 0)  # rounds; none pass while this one is stopped
         while not self._is_ending.wait(ROUND_S) and self._fault is None:
-            for rank, pipe in self._pipes.items():
-                is_gone = self._processes[rank].exitcode is not None  # before its last report
-                reports = _reports(pipe)
+            for rank, follower in self._followers.items():
+                end = follower.end  # before its last report
+                reports = follower.reports()
                 silent[rank] = 0 if reports else silent[rank] + 1
                 for report in reports:
                     self._take(rank, report)
                 if self._fault is None and not self._is_ending.is_set():
-                    self._fault = self._judge(rank, is_gone, silent[rank])
+                    self._fault = self._judge(rank, end, silent[rank])
         if self._fault is not None:
             self._kill()
         for reached in self._reached.values():
@@ -157,35 +187,22 @@ class Ranks:
             if not self._missing[report.kind]:
                 self._reached[report.kind].set()
 
-    def _judge(self, rank: int, is_gone: bool, silent: int) -> Exception | None:
+    def _judge(self, rank: int, end: str | None, silent: int) -> Exception | None:
         """What is wrong with a rank that said nothing of a fault."""
         if rank in self._bereft:
             return None
-        if is_gone:
-            code = self._processes[rank].exitcode or 0
-            how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"
-            return DeviceError(
-                f"rank {rank} {how}; run the same command again to go on with the rows left, after "
+        if end is not None:
+            return LostPeer(
+                f"rank {rank} {end}; run the same command again to go on with the rows left, after "
                 "a look at the system's log (the kernel's out-of-memory killer also does this)"
             )
         allowed_s = START_S if rank in self._missing["here"] else SILENCE_S
         if silent * ROUND_S >= allowed_s:
-            return DeviceError(
+            return LostPeer(
                 f"rank {rank} has given no sign of life for {allowed_s:.0f} s; run the same "
                 "command again to go on with the rows left"
             )
         return None
-
-
-def _reports(pipe: connection.Connection) -> list[Report]:
-    """All that is in the pipe now."""
-    reports: list[Report] = []
-    try:
-        while pipe.poll():
-            reports.append(pipe.recv())
-    except (EOFError, OSError):
-        pass
-    return reports
 
 
 def _fault_of(rank: int, report: Report) -> Exception:

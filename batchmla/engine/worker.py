@@ -1,7 +1,8 @@
 """The process of a rank that follows: it does every step that rank 0 sends, and says how it is.
 
-Rank 0 sends work through the ranks' control group. Each follower has a pipe back to rank 0's
-process, on which it shows every second that it lives, and once how it ended.
+Rank 0 sends work through the ranks' control group. `serve` is a follower's whole work, told to
+whoever listens; `follow` does it in a spawned process, which has a pipe back to rank 0's, on which
+it shows every second that it lives, and once how it ended.
 """
 
 import logging
@@ -12,7 +13,6 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing import connection, parent_process
-from pathlib import Path
 from typing import Literal, NoReturn
 
 import torch
@@ -20,7 +20,7 @@ import torch
 from batchmla.engine.build import RankPlan, build_forward
 from batchmla.engine.forward import Work, is_out_of_memory, out_of_memory
 from batchmla.errors import BatchmlaError, ExitCode
-from batchmla.parallel import LostPeer, Par
+from batchmla.parallel import LostPeer, Meeting, Par
 
 BEAT_S = 1.0
 
@@ -54,19 +54,22 @@ class Pipe:
                 return
 
 
+Tell = Callable[[Report], None]
+
+
 class _Lines(logging.Handler):
     """Log lines on their way to rank 0."""
 
-    def __init__(self, pipe: Pipe) -> None:
+    def __init__(self, tell: Tell) -> None:
         super().__init__(logging.INFO)
-        self._pipe = pipe
+        self._tell = tell
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._pipe.send(Report(kind="log", text=record.getMessage(), level=record.levelno))
+        self._tell(Report(kind="log", text=record.getMessage(), level=record.levelno))
 
 
 def follow(
-    plan: RankPlan, store_path: Path, num_threads: int, sender: connection.Connection
+    plan: RankPlan, meeting: Meeting, num_threads: int, sender: connection.Connection
 ) -> None:
     """The whole life of a follower; to be run in a process of its own."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 decides when to stop
@@ -74,27 +77,32 @@ def follow(
     pipe = Pipe(sender)
     _in_background(_end_with_parent)
     _in_background(lambda: _beat(pipe))
-    logging.basicConfig(level=logging.INFO, handlers=[_Lines(pipe)], force=True)
-    torch.set_num_threads(num_threads)
     pipe.send(Report(kind="here"))
+    serve(plan, meeting, num_threads, pipe.send)
+
+
+def serve(plan: RankPlan, meeting: Meeting, num_threads: int, tell: Tell) -> None:
+    """Joins the others, loads the rank's part and does all steps; ends with telling why."""
+    logging.basicConfig(level=logging.INFO, handlers=[_Lines(tell)], force=True)
+    torch.set_num_threads(num_threads)
     try:
-        _work(plan, store_path, pipe)
+        _work(plan, meeting, tell)
     except LostPeer:
-        pipe.send(Report(kind="lost"))
+        tell(Report(kind="lost"))
     except BatchmlaError as error:
-        pipe.send(Report(kind="failed", text=str(error), exit_code=error.exit_code))
+        tell(Report(kind="failed", text=str(error), exit_code=error.exit_code))
     except BaseException:
-        pipe.send(Report(kind="failed", text=traceback.format_exc()))
+        tell(Report(kind="failed", text=traceback.format_exc()))
 
 
 @torch.inference_mode()
-def _work(plan: RankPlan, store_path: Path, pipe: Pipe) -> NoReturn:
+def _work(plan: RankPlan, meeting: Meeting, tell: Tell) -> NoReturn:
     """One step after the other, until this process is ended."""
     if plan.device.type == "cuda":
         torch.cuda.set_device(plan.device)
-    par = Par.connect(plan.config.placement, store_path, is_ordered=plan.config.deterministic)
+    par = Par.connect(plan.config.placement, meeting, is_ordered=plan.config.deterministic)
     forward = build_forward(plan, par)
-    pipe.send(Report(kind="ready"))
+    tell(Report(kind="ready"))
     while True:
         work: Work = par.broadcast(None)
         try:
