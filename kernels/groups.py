@@ -83,6 +83,15 @@ class Kept:
         self._made[key] = made
 
 
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """Sequences of one query each, by their places among the G of the spans, whose first
+    `num_keys` keys are the same rows, in the same pages."""
+
+    places: HostInts
+    num_keys: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spans:
     """G sequences as they lie in the cache, for a back end that reads pages by itself.
@@ -90,7 +99,8 @@ class Spans:
     Sequence g has the rows from `first_row_G[g]` of T on, one for each of its queries; its last
     query sees all `num_keys_G[g]` keys, the one before it all but the last. Its pages are row
     `table_row_G[g]` of `pages_GP`: page ids, or with `pages_U` positions in that list of distinct
-    pages, which are expanded once.
+    pages, which are expanded once. `shared` may name what sequences have in common, each in at
+    most one of them: a back end may read that once for all of them, if no result changes by it.
     """
 
     first_row_G: HostInts
@@ -100,6 +110,7 @@ class Spans:
     pages_GP: HostInts
     page_tokens: int
     pages_U: torch.Tensor | None = None
+    shared: tuple[Shared, ...] = ()
     kept: Kept = field(default_factory=Kept, repr=False, compare=False)
 
     @property

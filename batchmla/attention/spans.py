@@ -4,14 +4,15 @@ S sequences of the step, G of a call, P pages.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from batchmla.attention.groups import MAX_CHUNK_KEYS
-from batchmla.kernels.groups import Groups, Kept, Spans
+from batchmla.attention.prefixes import shared_prefixes
+from batchmla.kernels.groups import Groups, Kept, Shared, Spans
 from batchmla.kv.step import HostInts, Step
 
 
@@ -61,11 +62,25 @@ def prompt_and_generated(step: Step) -> tuple[Runs, Runs]:
 
 
 def read_in_place(step: Step, runs: Runs) -> Groups:
-    """Keys as they lie in the cache."""
+    """Keys as they lie in the cache; what generated tokens share is named."""
     if not len(runs.sequence_G):
         return Groups(members=())
     pages_SP = np.ascontiguousarray(step.page_ids_SP)
-    return Groups(members=(), spans=(_spans(step, runs, runs.sequence_G, pages_SP, None),))
+    spans = _spans(step, runs, runs.sequence_G, pages_SP, None)
+    return Groups(members=(), spans=(replace(spans, shared=_shared(step, runs)),))
+
+
+def _shared(step: Step, runs: Runs) -> tuple[Shared, ...]:
+    """Of the runs of one query."""
+    single_N = np.flatnonzero(runs.num_queries_G == 1)
+    place_S = np.zeros(step.num_sequences, np.int64)
+    place_S[runs.sequence_G[single_N]] = single_N
+    clusters = shared_prefixes(step, runs.sequence_G[single_N])
+    return tuple(
+        Shared(place_S[cluster.sequences], cluster.num_shared)
+        for cluster in clusters
+        if cluster.num_shared
+    )
 
 
 def expanded_first(step: Step, runs: Runs) -> Groups:

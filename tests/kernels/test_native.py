@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from compare import assert_close
-from paged_case import BATCHES, Case, dense, make_case
+from paged_case import BATCHES, PREFIXES, Case, dense, make_case
 
 from batchmla import kernels
 from batchmla.attention.spans import (
@@ -19,8 +19,9 @@ from batchmla.attention.spans import (
     whole_runs,
 )
 from batchmla.kernels.cpu.native import library
+from batchmla.kernels.cpu.native.attention import BLOCK_KEYS
 from batchmla.kernels.cpu.native.products import lay_out, panel_expert_linear
-from batchmla.kernels.groups import Groups
+from batchmla.kernels.groups import Groups, Kept
 from batchmla.kernels.ops import MlaDims, Ops, Packed, PackKind
 
 BF16 = torch.bfloat16
@@ -141,6 +142,30 @@ def test_a_rows_bits_depend_on_that_row_alone(ops: Ops, page_tokens: int) -> Non
                 pair = (groups, none) if form is read_in_place else (none, groups)
                 rows = rows_of(part)
                 assert torch.equal(attend(*pair)[rows], whole[rows]), (form, index, cut)
+
+
+@pytest.mark.parametrize("page_tokens", [8, 32])
+@pytest.mark.parametrize("batch", PREFIXES)
+def test_what_is_shared_is_attended_once_with_the_same_bits(
+    ops: Ops, batch: str, page_tokens: int
+) -> None:
+    case, q, kv_b = mla_case(batch, page_tokens)
+    runs, packed, none = whole_runs(case.step), ops.pack(PackKind.LATENT, kv_b), Groups(members=())
+    together = read_in_place(case.step, runs)
+    (spans,) = together.spans
+    single_N = np.flatnonzero(runs.num_queries_G == 1)
+    places = [place for each in spans.shared for place in each.places.tolist()]
+    assert len(places) == len(set(places)) and set(places) <= set(single_N.tolist())
+    if batch in ("decodes behind one prefix", "two prefixes", "nested"):
+        assert places and all(each.num_keys >= BLOCK_KEYS for each in spans.shared)
+    apart = Groups(members=(), spans=(replace(spans, shared=(), kept=Kept()),))
+    one = ops.mla(q, case.cache, packed, together, none, DIMS)
+    assert torch.equal(one, ops.mla(q, case.cache, packed, apart, none, DIMS))
+    key, value = (half.contiguous() for half in case.cache.chunk(2, dim=-1))
+    for heads in (3, 9, 39):
+        q_THD = torch.randn(len(case.step.tokens_T), heads, 96).to(BF16)
+        one = ops.gqa(q_THD, key, value, together, 0.3)
+        assert torch.equal(one, ops.gqa(q_THD, key, value, apart, 0.3)), heads
 
 
 def test_rows_are_parted_where_the_prompt_ends() -> None:

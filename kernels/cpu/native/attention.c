@@ -7,7 +7,7 @@
 #include <omp.h>
 #include <stdlib.h>
 
-#include "paged.h"
+#include "clusters.h"
 
 enum { KEY_TILES = 4, MOST_WIDTH = 4096, SCORE_LINES = 36, VALUE_LINES = 36 };
 
@@ -30,9 +30,9 @@ static void lay_queries(const Job *job, Unit unit, long rows, long tiles, Room *
     for (long tile = 0; tile < tiles; tile++) {
         const bf16 *q[TILE];
         for (long n = 0; n < TILE; n++) {
-            long row = unit.row + tile * TILE + n, query = row / job->heads, j = row % job->heads;
-            q[n] = row - unit.row >= rows ? 0 :
-                   job->q + (job->first_row[unit.sequence] + query) * job->q_stride +
+            long row = tile * TILE + n, j = (unit.row + row) % job->heads;
+            q[n] = row >= rows ? 0 :
+                   job->q + token_of(job, unit, row) * job->q_stride +
                    (unit.key_head * job->heads + j) * width;
         }
         for (long k = 0; k < width / DEPTH; k++) {
@@ -181,8 +181,8 @@ static void write_rows(const Job *job, Unit unit, long rows, const float *sums,
                        const float *totals) {
     const long width = job->value.width;
     for (long row = 0; row < rows; row++) {
-        long query = (unit.row + row) / job->heads, j = (unit.row + row) % job->heads;
-        bf16 *out = job->out + (job->first_row[unit.sequence] + query) * job->out_stride +
+        const long j = (unit.row + row) % job->heads;
+        bf16 *out = job->out + token_of(job, unit, row) * job->out_stride +
                     (unit.key_head * job->heads + j) * width;
         __m512 factor = _mm512_set1_ps(1.0f / totals[row]);
         for (long at = 0; at < width; at += 2 * TILE) {
@@ -210,9 +210,12 @@ static void find_values(const Job *job, Unit unit, const int64_t *pages, long po
 }
 
 /* `next`: the unit that this thread will probably have then, or NULL. */
-static void attend(const Job *job, Unit unit, const Unit *next, Room *room) {
-    const long queries = job->num_queries[unit.sequence], keys = job->num_keys[unit.sequence];
-    const long left = queries * job->heads - unit.row, rows = left < ROWS ? left : ROWS;
+static void attend(const Job *job, Unit unit, const Unit *next, Room *room, float *states) {
+    const int is_alone = unit.cluster == ALONE;
+    const long queries = job->num_queries[unit.sequence];
+    const long keys = is_alone ? job->num_keys[unit.sequence] : job->cluster_keys[unit.cluster];
+    const long start = first_key(job, unit);
+    const long left = num_rows(job, unit) - unit.row, rows = left < ROWS ? left : ROWS;
     const long tiles = rows > TILE ? 2 : 1, width = job->value.width;
     const long together = tiles > 1 ? 2 : KEY_TILES;
     const int64_t *pages = job->table + job->table_row[unit.sequence] * job->table_width;
@@ -222,15 +225,16 @@ static void attend(const Job *job, Unit unit, const Unit *next, Room *room) {
     Running running[2] = {start_running(), start_running()};
     for (long row = 0; row < ROWS; row++) {
         const long last = row < rows ? row : rows - 1; /* rows that are not there see as much */
-        visible[row] = (int)(keys - queries + (unit.row + last) / job->heads + 1);
+        visible[row] = (int)(is_alone ? keys - queries + (unit.row + last) / job->heads + 1 : keys);
     }
     const long end = visible[rows - 1];
     lay_queries(job, unit, rows, tiles, room);
-    for (long position = 0; position < end; position += BLOCK) {
+    if (start) take_state(job, unit, rows, room->sums, running, states);
+    for (long position = start; position < end; position += BLOCK) {
         const long some = round_up(end - position < BLOCK ? end - position : BLOCK, DEPTH);
         const int is_whole = position + some <= visible[0];
         const int is_last = position + BLOCK >= end;
-        Ahead ahead = is_last && next ? look_ahead(job, *next, 0)
+        Ahead ahead = is_last && next ? look_ahead(job, *next, first_key(job, *next))
                                       : look_ahead(job, unit, is_last ? keys : position + BLOCK);
         for (long at = 0; at < some && position + at < end; at += together * TILE) {
             long count = (end - position - at + TILE - 1) / TILE;
@@ -245,6 +249,10 @@ static void attend(const Job *job, Unit unit, const Unit *next, Room *room) {
         find_values(job, unit, pages, position, some, end, values);
         add_values(room, values, tiles, some, width, position == 0, &ahead);
         fetch(&ahead, BLOCK * width);
+    }
+    if (!is_alone) {
+        keep_state(job, unit, rows, room->sums, running, states);
+        return;
     }
     for (long tile = 0; tile < 2; tile++)
         _mm512_storeu_ps(totals + tile * TILE, running[tile].total);
@@ -262,60 +270,82 @@ static long room_bytes(long key_width, long value_width) {
            2 * KEY_TILES * TILE * key_width + 512;
 }
 
-/* This thread's room, kept from call to call; NULL without memory. */
-static char *thread_memory(long bytes) {
-    static _Thread_local char *memory;
-    static _Thread_local long size;
-    if (size < bytes) {
-        free(memory);
-        memory = aligned_alloc(64, (size_t)round_up(bytes, 64));
-        size = memory ? bytes : 0;
+/* Memory of this thread, kept from call to call; NULL without memory. */
+typedef struct {
+    char *memory;
+    long size;
+} Kept;
+
+static char *kept_memory(Kept *kept, long bytes) {
+    if (kept->size < bytes) {
+        free(kept->memory);
+        kept->memory = aligned_alloc(64, (size_t)round_up(bytes, 64));
+        kept->size = kept->memory ? bytes : 0;
     }
-    return memory;
+    return kept->memory;
+}
+
+static Room make_room(char *at, const Job *job) {
+    const long width = job->key.width + job->tail.width;
+    return (Room){
+        .queries = take(&at, 2 * width / DEPTH * 2 * TILE_VALUES),
+        .values = take(&at, 2 * 4 * TILE_VALUES),
+        .shares = take(&at, 2 * (2 * BLOCK / DEPTH) * TILE_VALUES),
+        .gathered = take(&at, 2 * KEY_TILES * TILE * width),
+        .scores = (float *)take(&at, 4 * BLOCK * ROWS),
+        .sums = (float *)take(&at, 4 * ROWS * job->value.width),
+    };
+}
+
+static int helpful_threads(const Job *job, int threads) {
+    const long width = job->key.width + job->tail.width + job->value.width;
+    long flops = 0, read_bytes = 0;
+    for (long s = 0; s < job->sequences; s++) {
+        flops += 2 * job->num_queries[s] * job->num_keys[s] * job->heads * job->key_heads * width;
+        read_bytes += 2 * (job->num_keys[s] - job->shared[s]) * job->key_heads * width;
+    }
+    return useful_threads(flops, read_bytes, threads);
 }
 
 /* All rows of all sequences; 0, or 1 without memory. Widths are multiples of 32. */
 int bmla_attend(const Job *job, int threads) {
-    const long width = job->key.width + job->tail.width;
-    long count = 0, flops = 0, read_bytes = 0;
-    for (long s = 0; s < job->sequences; s++) {
-        flops += 2 * job->num_queries[s] * job->num_keys[s] * job->heads * job->key_heads *
-                 (width + job->value.width);
-        read_bytes += 2 * job->num_keys[s] * job->key_heads * (width + job->value.width);
-        count += job->key_heads * round_up(job->num_queries[s] * job->heads, ROWS) / ROWS;
+    static _Thread_local Kept state_memory, room_memory;
+    const long members = first_member(job, job->clusters);
+    const long bytes = room_bytes(job->key.width + job->tail.width, job->value.width);
+    float *states = 0;
+    long shared;
+    Unit *units = malloc(sizeof(Unit) * (size_t)all_units(job, 0, &shared));
+    int failed = !units;
+    if (members) {
+        const long rows = members * job->heads * job->key_heads;
+        states = (float *)kept_memory(&state_memory, 4 * rows * state_values(job));
+        failed |= !states;
     }
-    threads = useful_threads(flops, read_bytes, threads);
-    Unit *units = malloc(sizeof(Unit) * (size_t)count);
-    const long bytes = room_bytes(width, job->value.width);
-    int failed = 0;
-    if (!units) return 1;
-    count = 0;
-    for (long s = 0; s < job->sequences; s++)
-        for (long key_head = 0; key_head < job->key_heads; key_head++)
-            for (long row = 0; row < job->num_queries[s] * job->heads; row += ROWS)
-                units[count++] = (Unit){s, key_head, row};
+    if (failed) {
+        free(units);
+        return 1;
+    }
+    const long count = all_units(job, units, &shared);
+    threads = helpful_threads(job, threads);
 #pragma omp parallel num_threads(threads)
     {
-        char *at = thread_memory(bytes);
+        char *at = kept_memory(&room_memory, bytes);
         if (!at) {
 #pragma omp atomic write
             failed = 1;
         }
 #pragma omp barrier
-        Room room = {
-            .queries = take(&at, 2 * width / DEPTH * 2 * TILE_VALUES),
-            .values = take(&at, 2 * 4 * TILE_VALUES),
-            .shares = take(&at, 2 * (2 * BLOCK / DEPTH) * TILE_VALUES),
-            .gathered = take(&at, 2 * KEY_TILES * TILE * width),
-            .scores = (float *)take(&at, 4 * BLOCK * ROWS),
-            .sums = (float *)take(&at, 4 * ROWS * job->value.width),
-        };
+        Room room = make_room(at, job);
         configure(TILE, TILE);
 #pragma omp for schedule(dynamic)
-        for (long index = 0; index < count; index++) {
-            if (failed) continue;
+        for (long index = 0; index < shared; index++) {
             const Unit *next = index + threads < count ? &units[index + threads] : 0;
-            attend(job, units[index], next, &room);
+            if (!failed) attend(job, units[index], next, &room, states);
+        }
+#pragma omp for schedule(dynamic)
+        for (long index = shared; index < count; index++) {
+            const Unit *next = index + threads < count ? &units[index + threads] : 0;
+            if (!failed) attend(job, units[index], next, &room, states);
         }
         _tile_release();
     }

@@ -3,7 +3,7 @@
 
 import ctypes
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -11,12 +11,13 @@ import torch
 from batchmla.kernels.cpu.native.products import panel_linear
 from batchmla.kernels.cpu.records import plain_rows
 from batchmla.kernels.cpu.scratch import Scratch
-from batchmla.kernels.groups import Groups, Spans
+from batchmla.kernels.groups import Groups, HostInts, Spans
 from batchmla.kernels.ops import MlaDims, Ops, Packed
 from batchmla.kernels.sparse_ops import Record
 
 WIDTH_UNIT = 32  # of keys and values
 MOST_WIDTH = 4096
+BLOCK_KEYS = 128  # that are attended at once, `BLOCK` of softmax.h
 
 
 class _Lanes(ctypes.Structure):
@@ -52,7 +53,39 @@ class _Job(ctypes.Structure):
         ("tail", _Lanes),
         ("value", _Lanes),
         ("scale", ctypes.c_float),
+        ("clusters", ctypes.c_long),
+        ("cluster_end", ctypes.c_void_p),
+        ("cluster_keys", ctypes.c_void_p),
+        ("member", ctypes.c_void_p),
+        ("place", ctypes.c_void_p),
+        ("shared", ctypes.c_void_p),
     ]
+
+
+@dataclass(frozen=True, slots=True)
+class _Clusters:
+    """Sequences that share keys, as `Job` names them: C clusters of N members in all."""
+
+    end_C: HostInts
+    keys_C: HostInts
+    member_N: HostInts
+    place_G: HostInts
+    shared_G: HostInts
+
+
+def _clusters(spans: Spans) -> _Clusters:
+    """Shared keys count in whole blocks, so that those of a sequence are cut where they are without
+    company."""
+    shared = [each for each in spans.shared if each.num_keys >= BLOCK_KEYS]
+    count = len(spans.num_keys_G)
+    keys_C = np.array([each.num_keys // BLOCK_KEYS * BLOCK_KEYS for each in shared], np.int64)
+    sizes_C = np.array([len(each.places) for each in shared], np.int64)
+    places = [each.places for each in shared]
+    member_N = np.concatenate([*places, np.empty(0, np.int64)]).astype(np.int64)
+    place_G, shared_G = np.full(count, -1, np.int64), np.zeros(count, np.int64)
+    place_G[member_N] = np.arange(len(member_N))
+    shared_G[member_N] = np.repeat(keys_C, sizes_C)
+    return _Clusters(np.cumsum(sizes_C), keys_C, member_N, place_G, shared_G)
 
 
 def reads_pages(dtype: torch.dtype, widths: Sequence[int]) -> bool:
@@ -250,6 +283,7 @@ class NativeAttention:
     ) -> None:
         """One call for all sequences of the spans."""
         pages_GP = spans.pages_GP
+        clusters = spans.kept.get("clusters", lambda: _clusters(spans))
         job = _Job(
             q=q.data_ptr(),
             out=out.data_ptr(),
@@ -269,6 +303,12 @@ class NativeAttention:
             tail=tail,
             value=value,
             scale=scale,
+            clusters=len(clusters.end_C),
+            cluster_end=clusters.end_C.ctypes.data,
+            cluster_keys=clusters.keys_C.ctypes.data,
+            member=clusters.member_N.ctypes.data,
+            place=clusters.place_G.ctypes.data,
+            shared=clusters.shared_G.ctypes.data,
         )
         if self._library.bmla_attend(ctypes.byref(job), torch.get_num_threads()):
             raise MemoryError("no memory for the buffers of attention")

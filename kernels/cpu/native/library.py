@@ -19,6 +19,7 @@ SOURCES = (
     "amx.h",
     "softmax.h",
     "paged.h",
+    "clusters.h",
     "codes.h",
     "gemm.c",
     "attention.c",

@@ -23,11 +23,37 @@ typedef struct {
     const int64_t *num_queries, *num_keys;
     Lanes key, tail, value;    /* a key is `key` followed by `tail`, which may be empty */
     float scale;
+    /* Sequences of one query whose first pages are the same are members of a cluster: */
+    long clusters;
+    const int64_t *cluster_end;  /* after its last member; the first cluster begins at 0 */
+    const int64_t *cluster_keys; /* that all members share, a multiple of 128 */
+    const int64_t *member;       /* sequences, cluster by cluster */
+    const int64_t *place;        /* [S] among the members, or -1 */
+    const int64_t *shared;       /* [S] the cluster's keys, or 0 */
 } Job;
 
+enum { ALONE = -1 };
+
+/* Up to 32 rows (query, j) from `row` on of a sequence, from its first key that is not shared; or
+ * of the members (member, j) of `cluster`, over the keys that they share. */
 typedef struct {
-    long sequence, key_head, row; /* the first of up to 32 rows (query, j) */
+    long sequence, key_head, row, cluster;
 } Unit;
+
+static inline long first_member(const Job *job, long cluster) {
+    return cluster ? job->cluster_end[cluster - 1] : 0;
+}
+
+/* Row of the unit's queries and results, of all tokens. */
+static inline long token_of(const Job *job, Unit unit, long row) {
+    const long query = (unit.row + row) / job->heads;
+    if (unit.cluster == ALONE) return job->first_row[unit.sequence] + query;
+    return job->first_row[job->member[first_member(job, unit.cluster) + query]];
+}
+
+static inline long first_key(const Job *job, Unit unit) {
+    return unit.cluster == ALONE ? job->shared[unit.sequence] : 0;
+}
 
 static inline const bf16 *row_at(const Job *job, const Lanes *lanes, const int64_t *pages, long position,
                           long key_head) {
@@ -54,7 +80,7 @@ static inline void ahead_row(Ahead *ahead) {
 
 /* Up to 128 keys of `unit` from `position` on. */
 static inline Ahead look_ahead(const Job *job, Unit unit, long position) {
-    long end = job->num_keys[unit.sequence];
+    long end = unit.cluster == ALONE ? job->num_keys[unit.sequence] : job->cluster_keys[unit.cluster];
     Ahead ahead = {job, job->table + job->table_row[unit.sequence] * job->table_width, position,
                    end < position + BLOCK ? end : position + BLOCK, unit.key_head, 0, 0, 0};
     if (position < end) ahead_row(&ahead);
