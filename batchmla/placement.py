@@ -1,8 +1,11 @@
 """Where a rank stands among the others: numbers only; process groups are `parallel.Par`.
 
 Ranks are numbered group by group: rank = group · tensor + place in the group. The ranks of a group
-cut attention, dense layers and vocabulary into `tensor` shares; the groups repeat those and each
-has sequences of its own. All ranks together hold the experts once.
+cut attention and shared experts into `tensor` shares; the groups repeat those, and each has
+sequences of its own. All ranks together hold the routed experts once, and as far as sizes allow
+embedding, head and dense layers (see `Placement.common`). Shared experts are not cut over groups:
+every token's row would have to reach every group in each layer with experts, for the few bytes that
+they take.
 """
 
 from dataclasses import dataclass, replace
@@ -16,12 +19,15 @@ class Placement:
 
     `tensor` ranks make an attention group, of which there are `attention_data`. The experts are
     dealt to `expert` holders, and each expert is cut by its features over the holder's ranks.
+    `has_whole_groups`: every group holds by itself what is outside the routed experts, so that its
+    products are those of a group that is alone.
     """
 
     tensor: int = 1
     expert: int = 1
     attention_data: int = 1
     rank: int = 0
+    has_whole_groups: bool = False
 
     def __post_init__(self) -> None:
         for name, size in (
@@ -98,6 +104,13 @@ class Placement:
     def copies(self, count: int) -> int:
         """Ranks of a group that hold each of `count` parts, where they outnumber those."""
         return 1 if self.tensor % count else self.tensor // count
+
+    def common(self, count: int, unit: int = 1) -> int:
+        """Groups that cut `count` parts of a rank's share among them: all, or 1, in which case
+        every group holds them, where that would leave one a part of a `unit`."""
+        if self.has_whole_groups or count % (self.attention_data * unit):
+            return 1
+        return self.attention_data
 
     def local_experts(self, num_experts: int) -> int:
         """Experts of which this rank holds a share or all; a remainder is refused by name."""

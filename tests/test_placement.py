@@ -1,5 +1,7 @@
 """Who holds what of a model that is spread over ranks."""
 
+from dataclasses import replace
+
 import pytest
 
 from batchmla.errors import JobError
@@ -32,6 +34,16 @@ def test_eight_gpus_hold_32_whole_experts_each() -> None:
     last = Placement(tensor=1, expert=8, attention_data=8, rank=7)
     assert (last.num_ranks, last.expert_tensor) == (8, 1)
     assert last.expert_ids(256) == range(224, 256)
+
+
+def test_groups_cut_whole_units_among_them_or_nothing() -> None:
+    place = Placement(tensor=2, expert=8, attention_data=4)
+    assert place.common(place.local(129_280)) == 4
+    assert place.common(18_432 // 2, 128) == 4
+    assert place.common(18_432 // 2, 1024) == 1, "nine units"
+    assert place.common(6) == 1
+    assert Placement(tensor=8).common(64) == 1
+    assert replace(place, has_whole_groups=True).common(64) == 1
 
 
 def test_sizes_that_make_no_placement_are_refused_by_name() -> None:

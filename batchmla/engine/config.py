@@ -25,6 +25,7 @@ from batchmla.errors import DeviceError, JobError
 from batchmla.kernels.cpu.head_blocks import MAX_EXPANDED_BYTES
 from batchmla.kv.capacity import MemoryBudget, kv_capacity_tokens, pool_bytes
 from batchmla.kv.layout import DTYPE_BYTES, KVLayout
+from batchmla.layers.across import piece_rows
 from batchmla.models.base import ModelConfig
 from batchmla.placement import Placement
 
@@ -135,6 +136,7 @@ def draft(
         if kv_dtype in DTYPE_BYTES
         else layout_of(dtype, placement, page_tokens).token_bytes / layout.token_bytes,
         chosen_width=_chosen_width(config) if placement.attention_data > 1 else 0,
+        shared_elements=_shared_elements(config, placement, max_batched_tokens),
         max_expanded_bytes=MAX_EXPANDED_BYTES if reads_pages else None,
         reads_pages=reads_pages,
     )
@@ -228,6 +230,20 @@ def _chosen_width(config: ModelConfig) -> int:
     active: int = getattr(router, "active", 0)
     width: int = getattr(config, "width", 0)
     return active * width
+
+
+def _shared_elements(config: ModelConfig, placement: Placement, max_batched_tokens: int) -> int:
+    """Values that a dense layer of all groups takes: a group's own rows as input, residual and
+    output; and of a piece's rows those sent and come, made and come back, the sum in float32, and
+    a rank's gates, ups and their product."""
+    width: int = getattr(config, "width", 0)
+    features: int = getattr(config, "ffn_width", 0)
+    groups = placement.attention_data
+    if groups == 1 or placement.has_whole_groups:
+        return 0
+    rows = groups * min(piece_rows(groups), max_batched_tokens)
+    a_row = 6 * width + -(-3 * features // placement.num_ranks)
+    return rows * a_row + 3 * max_batched_tokens * width
 
 
 def _max_num_seqs(hardware: Hardware, weights_bytes: int) -> int:

@@ -3,19 +3,26 @@
 A rank with T tokens of its group moves, at W bytes a hidden row:
 - sums within its group of t ranks, one for the embedding and two a layer, as rings:
   2 (t - 1) / t · T · W each;
+- with a groups, where they cut it among them: ids to the embedding and columns back,
+  T · (a - 1) · (8 + W / a); rows to a dense layer and back, T · (a - 1) · 2 W; hidden rows of N
+  sampled ones to the head and logits back, N · (a - 1) · (W + 4 V / (t · a));
 - the logits' shares, gathered: (t - 1) / t · N · V · 4 for N sampled rows;
 - in every layer with experts, rows on their way to other groups' experts and back:
-  T · (a - 1) · q · (2 W + 8 A), with a groups and A experts a token, of which at least one is with
+  T · (a - 1) · q · (2 W + 8 A), with A experts a token, of which at least one is with
   a given of the e holders of experts with probability q = 1 - (1 - 1 / e)^A.
 A call costs `CALL_S` besides its bytes.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from batchmla.kernels.ops import Ops, PackKind
-from batchmla.layers.block import Block
+from batchmla.layers.across import piece_rows
+from batchmla.layers.block import Block, walk
+from batchmla.layers.mlp import GatedMlp
+from batchmla.layers.oai_moe import OaiMlp
 from batchmla.models import get_family
 from batchmla.parallel import Par
 from batchmla.placement import Placement
@@ -32,12 +39,41 @@ class Exchange:
     row_bytes: int
     vocab_size: int
     active_experts: int
+    width: int
+    is_tied: bool
+    num_dense_layers: int  # that groups may cut among them
+    dense_features: int
+    dense_unit: int
 
-    def calls(self, placement: Placement) -> int:
-        """Collectives of one rank in a step."""
+    def calls(self, placement: Placement, tokens: float) -> int:
+        """Collectives of one rank in a step that computes so many tokens in every group."""
         sums = 2 * self.num_layers + 2 if placement.tensor > 1 else 0
         swaps = 3 * self.num_expert_layers if placement.attention_data > 1 else 0
-        return sums + swaps
+        embeds, denses, heads = self._is_common(placement)
+        pieces = max(1, math.ceil(tokens / piece_rows(placement.attention_data)))
+        return sums + swaps + 2 * (embeds + heads + denses * self.num_dense_layers * pieces)
+
+    def _is_common(self, placement: Placement) -> tuple[bool, bool, bool]:
+        """Whether groups cut embedding, dense layers and head among them."""
+        if placement.attention_data == 1:
+            return False, False, False
+        entries, features = (
+            count // placement.tensor for count in (self.vocab_size, self.dense_features)
+        )
+        return (
+            not self.is_tied and placement.common(self.width) > 1,
+            placement.common(features, self.dense_unit) > 1,
+            not self.is_tied and placement.common(entries) > 1,
+        )
+
+    def common_bytes(self, placement: Placement, tokens: float, sampled: float) -> float:
+        """Sent by one rank for embedding, dense layers and head that groups cut among them."""
+        embeds, denses, heads = self._is_common(placement)
+        others, row_bytes = placement.attention_data - 1, self.row_bytes
+        embedding = tokens * (8 + row_bytes / placement.attention_data) * embeds
+        dense = tokens * 2 * row_bytes * self.num_dense_layers * denses
+        logits = sampled * (row_bytes + 4 * self.vocab_size / placement.num_ranks) * heads
+        return others * (embedding + dense + logits)
 
     def sent_bytes(self, placement: Placement, tokens: float, sampled: float) -> float:
         """By one rank, whose group computes so many tokens and samples so many rows."""
@@ -48,14 +84,15 @@ class Exchange:
         missed: float = (1 - 1 / placement.expert) ** self.active_experts
         rows = tokens * (groups - 1) * (1 - missed)
         swapped = self.num_expert_layers * rows * (2 * self.row_bytes + 8 * self.active_experts)
-        return sums + gathered + swapped
+        common = self.common_bytes(placement, tokens, sampled)
+        return sums + gathered + swapped + common
 
     def seconds(
         self, placement: Placement, tokens: float, sampled: float, link_bytes_per_s: float
     ) -> float:
         """Of one step, nothing of it hidden behind products."""
         sent_s = self.sent_bytes(placement, tokens, sampled) / link_bytes_per_s
-        return sent_s + self.calls(placement) * CALL_S
+        return sent_s + self.calls(placement, tokens) * CALL_S
 
 
 def exchange_of(raw_config: Mapping[str, Any], ops: Ops, itemsize: int) -> Exchange:
@@ -67,10 +104,21 @@ def exchange_of(raw_config: Mapping[str, Any], ops: Ops, itemsize: int) -> Excha
     weights = dict(model.named_weights())
     experts = [each for each in weights.values() if each.kind is PackKind.EXPERTS_UP]
     share = experts[0].active_share if experts else 0.0
+    dense = [
+        each
+        for each in walk(model)
+        if isinstance(each, GatedMlp | OaiMlp) and each.group_unit is not None
+    ]
+    width = weights["embed.weight"].shape[-1]
     return Exchange(
         num_layers=config.num_layers,
         num_expert_layers=len(experts),
-        row_bytes=weights["embed.weight"].shape[-1] * itemsize,
+        row_bytes=width * itemsize,
         vocab_size=config.vocab_size,
         active_experts=round(share * experts[0].shape[0]) if experts else 0,
+        width=width,
+        is_tied=weights["head.weight"].tied is not None,
+        num_dense_layers=len(dense),
+        dense_features=dense[0].up.parts[0] if dense else 0,
+        dense_unit=dense[0].group_unit or 1 if dense else 1,
     )

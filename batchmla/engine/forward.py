@@ -6,6 +6,7 @@ N rows whose logits are wanted, M model width, V vocabulary.
 from collections.abc import Iterator
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
+from itertools import zip_longest
 
 import torch
 
@@ -18,6 +19,7 @@ from batchmla.kv.cache import make_cache
 from batchmla.kv.lanes import Copy
 from batchmla.kv.layout import KVLayout
 from batchmla.layers.block import walk
+from batchmla.layers.embed import Head
 from batchmla.layers.experts import Serving, SpreadExperts
 from batchmla.models.base import Model
 from batchmla.parallel import Par
@@ -31,7 +33,7 @@ class GroupWork:
 
     Pages are zeroed and lanes copied before the forward pass; `scored` are ranges of its rows whose
     logits are wanted before those of `tables.logits_rows_N`. `tables` None: the group has nothing
-    to compute, but may hold experts that others need.
+    to compute, but may hold what others need.
     """
 
     tables: StepTables | None
@@ -39,6 +41,11 @@ class GroupWork:
     copies: Items[Copy] = ()
     cleared_pages: Items[int] = ()
     scored: Items[range] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        """Rows of its step."""
+        return 0 if self.tables is None else len(self.tables.tokens_T)
 
     @property
     def num_logits(self) -> Iterator[int]:
@@ -59,8 +66,12 @@ class Work:
     @property
     def num_tokens(self) -> int:
         """Rows of the step."""
-        tables = [each.tables for each in self.groups if each.tables is not None]
-        return sum(len(each.tokens_T) for each in tables)
+        return sum(each.num_tokens for each in self.groups)
+
+    @property
+    def logits_rounds(self) -> Iterator[tuple[int, ...]]:
+        """Rows of every group's first tensor of logits, of its second, …; 0 where it has none."""
+        return zip_longest(*(each.num_logits for each in self.groups), fillvalue=0)
 
 
 class Forward:
@@ -89,8 +100,12 @@ class Forward:
         self._par = Par.single() if par is None else par
         self._dtype = dtype
         self._vocab_size = vocab_size
-        self._serving = [block for block in walk(model) if isinstance(block, Serving)]
-        self._spread = [block for block in walk(model) if isinstance(block, SpreadExperts)]
+        blocks = list(walk(model))
+        self._heads = [block for block in blocks if isinstance(block, Head)]
+        self._serving = [
+            block for block in blocks if isinstance(block, Serving) and not isinstance(block, Head)
+        ]
+        self._spread = [block for block in blocks if isinstance(block, SpreadExperts)]
         self._model = model
         self._is_exact = is_exact
         self._layout = layout
@@ -113,46 +128,66 @@ class Forward:
 
     def run(self, work: Work) -> Iterator[torch.Tensor]:
         """On rank 0, float32 logits [N, V] of every scored range and then of the rows that are
-        sampled, if any, group by group.
+        sampled, if any: the first of every group that has some, the second of every group, …
 
         Must be taken to its end, in inference mode, and on every rank.
         """
         place = self._par.placement
         if any(each.tables is not None for each in work.groups):
-            for logits_NV in self._run_group(work.groups[place.group]):
-                if place.group == 0:
-                    yield logits_NV
-                elif place.tensor_rank == 0:
-                    self._par.send(logits_NV)
-        if place.rank == 0:
-            for group in range(1, len(work.groups)):
-                for num_rows in work.groups[group].num_logits:
-                    shape = (num_rows, self._vocab_size)
-                    yield self._receive(group, torch.empty(shape, device=self._device))
+            self._par.group_rows = [each.num_tokens for each in work.groups]
+            own = self._run_group(work.groups[place.group])
+            for rows in work.logits_rounds:
+                self._par.group_rows = rows
+                logits_NV = next(own) if rows[place.group] else None
+                if logits_NV is None:
+                    self._serve_head()
+                yield from self._brought(rows, logits_NV)
         if work.counts_experts:
             self._collect()
 
+    def _brought(self, rows: Items[int], logits_NV: torch.Tensor | None) -> Iterator[torch.Tensor]:
+        """To rank 0, one round's logits of all groups; `logits_NV` are those of this rank's."""
+        place = self._par.placement
+        if logits_NV is not None and place.group == 0:
+            yield logits_NV
+        elif logits_NV is not None and place.tensor_rank == 0:
+            self._par.send(logits_NV)
+        if place.rank == 0:
+            for group, num_rows in enumerate(rows):
+                if group and num_rows:
+                    shape = (num_rows, self._vocab_size)
+                    yield self._receive(group, torch.empty(shape, device=self._device))
+
+    def _serve_head(self) -> None:
+        for head in self._heads:
+            head.serve(self._dtype, self._device)
+
     def _run_group(self, work: GroupWork) -> Iterator[torch.Tensor]:
+        """Computes the step; its logits when they are taken."""
         self._clear(work.cleared_pages)
         self._copy_lanes(work.copies)
         if work.tables is None:
             for block in self._serving:
                 block.serve(self._dtype, self._device)
-            return
+            return iter(())
         if self._graphs is not None and not work.scored:
             logits_NV = self._graphs.logits(work.tables, work.late)
             if logits_NV is not None:
-                yield logits_NV
-                return
+                return iter((logits_NV,))
         step = work.tables.on(self._device, self._layout.page_tokens, is_exact=self._is_exact)
         if work.late is not None:
             rows_N = put(work.late.rows_N, self._device)
             step.tokens_T.index_copy_(0, rows_N, work.late.ids_N)
         hidden_TM = self._model.forward(step, self._model.plan(step), self._cache)
-        for rows in work.scored:
+        return self._logits(hidden_TM, work.scored, step.logits_rows_N)
+
+    def _logits(
+        self, hidden_TM: torch.Tensor, scored: Items[range], sampled_N: torch.Tensor
+    ) -> Iterator[torch.Tensor]:
+        for rows in scored:
             yield self._model.logits(hidden_TM[rows.start : rows.stop])
-        if len(step.logits_rows_N):
-            yield self._model.logits(hidden_TM[step.logits_rows_N])
+        if len(sampled_N):
+            yield self._model.logits(hidden_TM[sampled_N])
 
     def _receive(self, group: int, into: torch.Tensor) -> torch.Tensor:
         """From the first rank of another group."""

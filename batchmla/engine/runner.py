@@ -182,16 +182,18 @@ class Runner:
         return Late(rows_N=np.array(rows, np.int64), ids_N=ids_N)
 
     def _draw(self, parts: Items[_Part], logits: Iterator[torch.Tensor]) -> list[Pending]:
-        """Takes all logits of a step, in the order in which they come."""
-        draws: list[Pending] = []
-        for part in parts:
-            for chunk, targets in part.scored:
-                self._score_prompt(next(logits), chunk, targets)
-            if part.due:
-                draws.append(self._sampler.begin(next(logits), part.due))
+        """Takes all logits of a step in the order in which they come, the first of every group
+        before the second of one; draws are in the groups' order."""
+        draws: dict[int, Pending] = {}
+        for at in range(1 + max(len(part.scored) for part in parts)):
+            for group, part in enumerate(parts):
+                if at < len(part.scored):
+                    self._score_prompt(next(logits), *part.scored[at])
+                elif at == len(part.scored) and part.due:
+                    draws[group] = self._sampler.begin(next(logits), part.due)
         for _ in logits:
             raise AssertionError("logits that nobody wants")
-        return draws
+        return [draws[group] for group in sorted(draws)]
 
     def _send(self, work: Work) -> None:
         if self._followers is not None:

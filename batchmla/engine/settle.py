@@ -48,11 +48,14 @@ def settle_exact(options: EngineOptions, hardware: Hardware) -> bool:
 
 
 def settle_placement(options: EngineOptions, hardware: Hardware) -> Placement:
-    """What the job asks for; "auto" is settled before, by `candidates.settle_parallel`."""
+    """What the job asks for; "auto" is settled before, by `candidates.settle_parallel`. In exact
+    mode groups share experts alone, whose choices come back one by one: parts of other sums would
+    add up to other bits."""
     placement = Placement(
         tensor=options.tensor_parallel,
         expert=options.expert_parallel,
         attention_data=options.attention_data,
+        has_whole_groups=options.deterministic and options.attention_data > 1,
     )
     if hardware.kind == "cuda" and placement.num_ranks > hardware.count:
         if placement.attention_data == 1:

@@ -20,6 +20,12 @@ class Workspace:
     lie needs neither mask nor gathered rows. Where several attention groups share experts, a
     token's `chosen_width` (experts times model width, once for each choice) comes in, goes out and
     is added up in float32.
+
+    What groups hold together of embedding, head and dense layers they compute for the rows of all
+    of them. Nothing of attention is there meanwhile, so that the larger of the two counts: in a
+    dense layer `shared_elements`, of at most PIECE_ROWS rows at a time; hidden rows on their way to
+    the head, and columns of the embedding, take less. A rank has the share of the vocabulary that
+    it computes for all groups' rows and the rows that come back within the four copies of logits.
     """
 
     row_width: int
@@ -31,13 +37,15 @@ class Workspace:
     is_exact: bool = False
     decoded_share: float = 0.0
     chosen_width: int = 0
+    shared_elements: int = 0
     max_expanded_bytes: int | None = None
     reads_pages: bool = False
 
     def fixed_bytes(self, max_model_len: int) -> int:
         """The part that does not grow with the pool."""
         chunk_tokens = min(self.max_batched_tokens, max_model_len)
-        activations = self.max_batched_tokens * 6 * self.row_width * self.dtype_bytes
+        elements = max(self.max_batched_tokens * 6 * self.row_width, self.shared_elements)
+        activations = elements * self.dtype_bytes
         num_keys = max(max_model_len, min(MAX_CHUNK_KEYS, self.max_num_seqs * max_model_len))
         expanded = num_keys * 2 * self.row_width * self.dtype_bytes
         if self.max_expanded_bytes is not None:

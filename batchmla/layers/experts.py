@@ -28,7 +28,8 @@ class ExpertsCall(Protocol):
 
 @runtime_checkable
 class Serving(Protocol):
-    """A layer with spread experts: in steps in which this rank has no tokens it serves others."""
+    """A layer that groups may hold together: in steps in which this rank has no tokens it serves
+    others."""
 
     def serve(self, dtype: torch.dtype, device: torch.device) -> None: ...
 

@@ -28,22 +28,38 @@ class Linear(Block):
 
 
 class ColLinear(Linear):
-    """A `Linear` whose parts are all cut by outputs: widths are given whole."""
+    """A `Linear` whose parts are all cut by outputs: widths are given whole. `groups`: attention
+    groups that cut a rank's share further."""
 
     def __init__(
-        self, par: Par, ops: Ops, in_features: int, *parts: int, has_bias: bool = False
+        self,
+        par: Par,
+        ops: Ops,
+        in_features: int,
+        *parts: int,
+        has_bias: bool = False,
+        groups: int = 1,
     ) -> None:
-        shares = (par.placement.local(part, "output features") for part in parts)
+        shares = (par.placement.local(part, "output features") // groups for part in parts)
         super().__init__(ops, in_features, *shares, has_bias=has_bias)
 
 
 class RowLinear(Linear):
-    """Cut by inputs; the ranks' products are summed unless the caller sums later."""
+    """Cut by inputs; the products of a group's ranks are summed unless the caller sums later, as it
+    must where `groups` cut a rank's share further."""
 
     def __init__(
-        self, par: Par, ops: Ops, in_features: int, out_features: int, *, is_summed: bool = True
+        self,
+        par: Par,
+        ops: Ops,
+        in_features: int,
+        out_features: int,
+        *,
+        is_summed: bool = True,
+        groups: int = 1,
     ) -> None:
-        super().__init__(ops, par.placement.local(in_features, "input features"), out_features)
+        share = par.placement.local(in_features, "input features") // groups
+        super().__init__(ops, share, out_features)
         self._par = par if is_summed else None
 
     def forward(self, x_TI: torch.Tensor) -> torch.Tensor:

@@ -100,7 +100,7 @@ class Decoder(Block):
         plan_step: Callable[[Step, torch.dtype], Plans],
     ) -> Self:
         """Embedding, layers by their index, norm and head, which may be the embedding again."""
-        embed = Embedding(par, config.vocab_size, config.width)
+        embed = Embedding(par, config.vocab_size, config.width, is_tied=config.is_tied)
         tied = embed if config.is_tied else None
         head = Head(par, ops, config.vocab_size, config.width, tied)
         layers = tuple(build_layer(index) for index in range(config.num_layers))

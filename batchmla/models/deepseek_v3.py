@@ -60,6 +60,7 @@ class Config:
     max_positions: int
     width: int
     ffn_width: int
+    ffn_unit: int  # features of a dense layer that share a scale
     expert_width: int
     num_experts: int
     num_shared: int
@@ -98,6 +99,7 @@ class Config:
             max_positions=fields.integer("max_position_embeddings"),
             width=fields.integer("hidden_size"),
             ffn_width=fields.integer("intermediate_size"),
+            ffn_unit=fields.scale_columns(),
             expert_width=fields.integer("moe_intermediate_size"),
             num_experts=fields.integer("n_routed_experts", most=MAX_EXPERTS),
             num_shared=fields.count("n_shared_experts", 2 if is_v2 else 1),
@@ -174,7 +176,7 @@ def build(config: Config, par: Par, ops: Ops) -> DeepseekV3:
         attention = mla.MlaAttention(
             par, ops, width=config.width, query_rank=config.query_rank, dims=dims, eps=config.eps
         )
-        ffn: Ffn = GatedMlp(par, ops, config.width, config.ffn_width)
+        ffn: Ffn = GatedMlp(par, ops, config.width, config.ffn_width, group_unit=config.ffn_unit)
         if index >= config.num_dense_layers:
             ffn = build_moe(config, par, ops, has_router_bias=config.has_router_bias)
         return Layer(ops, config.width, config.eps, mla.KIND, attention, ffn)
@@ -201,7 +203,12 @@ def _text_rules(config: Config) -> tuple[Rule | Skip, ...]:
         *found,
         *norm_rules(everywhere, config.width),
         *latent_rules(everywhere, config.width, config.attention, config.query_rank),
-        *mlp_rules(everywhere[: config.num_dense_layers], config.width, config.ffn_width),
+        *mlp_rules(
+            everywhere[: config.num_dense_layers],
+            config.width,
+            config.ffn_width,
+            group_unit=config.ffn_unit,
+        ),
         *shared_moe_rules(
             everywhere[config.num_dense_layers :],
             config.width,

@@ -56,6 +56,7 @@ class Config:
     max_positions: int
     width: int
     ffn_width: int
+    ffn_unit: int  # features of a dense layer that share a scale
     expert_width: int
     num_experts: int
     num_shared: int
@@ -89,6 +90,7 @@ class Config:
             max_positions=fields.integer("max_position_embeddings"),
             width=fields.integer("hidden_size"),
             ffn_width=fields.integer("intermediate_size"),
+            ffn_unit=fields.scale_columns(),
             expert_width=fields.integer("moe_intermediate_size"),
             num_experts=fields.integer("n_routed_experts", most=MAX_EXPERTS),
             num_shared=fields.count("n_shared_experts", 1),
@@ -174,7 +176,7 @@ def build(config: Config, par: Par, ops: Ops) -> DeepseekV32:
             index=config.index, eps=config.eps,
         )  # fmt: skip
         ffn = build_moe(config, par, ops) if index >= config.num_dense_layers else GatedMlp(
-            par, ops, config.width, config.ffn_width
+            par, ops, config.width, config.ffn_width, group_unit=config.ffn_unit
         )  # fmt: skip
         return Layer(ops, config.width, config.eps, sparse.KIND, attention, ffn)
 
@@ -194,7 +196,12 @@ def rules(config: Config) -> tuple[Rule | Skip, ...]:
         *norm_rules(everywhere, config.width),
         *latent_rules(everywhere, config.width, config.attention, config.query_rank),
         *_indexer_rules(everywhere, config),
-        *mlp_rules(everywhere[: config.num_dense_layers], config.width, config.ffn_width),
+        *mlp_rules(
+            everywhere[: config.num_dense_layers],
+            config.width,
+            config.ffn_width,
+            group_unit=config.ffn_unit,
+        ),
         *shared_moe_rules(
             everywhere[config.num_dense_layers :],
             config.width,

@@ -74,7 +74,7 @@ class DeepseekV4(Block):
     """A whole model on one rank."""
 
     def __init__(self, par: Par, ops: Ops, config: Config) -> None:
-        self.embed = Embedding(par, config.vocab_size, config.width)
+        self.embed = Embedding(par, config.vocab_size, config.width, is_tied=config.is_tied)
         self.layers = tuple(V4Layer(par, ops, config, at) for at in range(config.num_layers))
         self.head_streams = HyperHead(ops, config.hyper)
         self.norm = RmsNorm(ops, config.width, config.eps)

@@ -37,17 +37,21 @@ def _outer(config: Config) -> list[Rule | Skip]:
     streams, whole = config.hyper.streams, config.hyper.streams * config.width
     table = (config.vocab_size, config.width)
     found: list[Rule | Skip] = [
-        Rule(source="embed.weight", target="embed.weight", shape=table, shard_axis=0),
+        Rule(source="embed.weight", target="embed.weight", shape=table, shard_axis=0,
+             group_axis=None if config.is_tied else 1),
         Rule(source="norm.weight", target="norm.weight", shape=(config.width,)),
         Rule(source="hc_head_fn", target="head_streams.fn", shape=(streams, whole)),
         Rule(source="hc_head_base", target="head_streams.base", shape=(streams,)),
         Rule(source="hc_head_scale", target="head_streams.scale", shape=(1,)),
         Skip(pattern=r"mtp\..*", reason="draft heads are not used"),
-    ]
+    ]  # fmt: skip
     if config.is_tied:
         found.append(Skip(pattern=r"head\.weight", reason="the head is tied to the embedding"))
     else:
-        found.append(Rule(source="head.weight", target="head.weight", shape=table, shard_axis=0))
+        found.append(
+            Rule(source="head.weight", target="head.weight", shape=table, shard_axis=0,
+                 group_axis=0)
+        )  # fmt: skip
     return found
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from batchmla.errors import JobError
 from batchmla.kernels.ops import MlaDims, RouterDims
 from batchmla.layers.rope import RopeKind, RopeSpec, yarn_magnitude
+from batchmla.weights.quant_config import read_quantisation
 
 DTYPES = ("bfloat16", "float16", "float32")
 
@@ -117,6 +118,15 @@ class Fields:
                 f"{self.where}: quantization_config names no quant_method: {shown(value)}"
             )
         return str(value["quant_method"])
+
+    def scale_columns(self) -> int:
+        """Columns of a matrix that share a scale: 1 of plain weights, and of those that are refused
+        where they are read."""
+        try:
+            said = read_quantisation(self.raw)
+        except JobError:
+            return 1
+        return 1 if said is None else said.matrices.block_columns
 
 
 def read_text_part(raw: Mapping[str, Any]) -> Fields:

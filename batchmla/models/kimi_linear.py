@@ -74,7 +74,7 @@ def build(config: Config, par: Par, ops: Ops) -> KimiLinear:
                 par, ops, width=config.width, query_rank=config.query_rank, dims=latent,
                 eps=LATENT_EPS,
             )  # fmt: skip
-        ffn: Ffn = GatedMlp(par, ops, config.width, config.ffn_width)
+        ffn: Ffn = GatedMlp(par, ops, config.width, config.ffn_width, group_unit=config.ffn_unit)
         if index in config.routed_layers:
             ffn = build_moe(config, par, ops)
         return Layer(ops, config.width, config.eps, kind, attention, ffn)

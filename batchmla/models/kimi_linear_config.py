@@ -40,6 +40,7 @@ class Config:
     max_positions: int
     width: int
     ffn_width: int
+    ffn_unit: int  # features of a dense layer that share a scale
     expert_width: int
     num_experts: int
     num_shared: int
@@ -72,6 +73,7 @@ class Config:
             ),
             width=fields.integer("hidden_size"),
             ffn_width=fields.integer("intermediate_size"),
+            ffn_unit=fields.scale_columns(),
             expert_width=fields.integer("moe_intermediate_size"),
             num_experts=num_experts,
             num_shared=fields.count(_spelled(fields, "num_shared_experts", "n_shared_experts"), 1),

@@ -67,7 +67,8 @@ def _delta_rules(config: Config, layers: list[int]) -> Iterator[Rule]:
 def _ffn_rules(config: Config) -> list[Rule]:
     width, layers = config.width, config.routed_layers
     dense = [index for index in range(config.num_layers) if index not in layers]
-    found = mlp_rules(dense, width, config.ffn_width, EXPERTS if config.is_rewritten else "mlp")
+    source = EXPERTS if config.is_rewritten else "mlp"
+    found = mlp_rules(dense, width, config.ffn_width, source, group_unit=config.ffn_unit)
     found += moe_rules(layers, width, config.expert_width, config.num_experts,
                       source=EXPERTS, names=("w1", "w3", "w2"))  # fmt: skip
     found.append(

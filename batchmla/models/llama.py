@@ -65,6 +65,7 @@ class Config:
     max_positions: int
     width: int
     ffn_width: int
+    ffn_unit: int  # features of a dense layer that share a scale
     experts: Experts | None
     num_heads: int
     num_kv_heads: int
@@ -94,6 +95,7 @@ class Config:
             max_positions=fields.integer("max_position_embeddings"),
             width=fields.integer("hidden_size"),
             ffn_width=fields.integer("intermediate_size"),
+            ffn_unit=fields.scale_columns(),
             experts=_read_experts(fields) if name == QWEN3_MOE else None,
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
@@ -200,7 +202,7 @@ def build(config: Config, par: Par, ops: Ops) -> Decoder:
 def _build_ffn(config: Config, par: Par, ops: Ops, layer: int) -> Moe | GatedMlp:
     experts = config.experts
     if experts is None or layer not in experts.layers:
-        return GatedMlp(par, ops, config.width, config.ffn_width)
+        return GatedMlp(par, ops, config.width, config.ffn_width, group_unit=_group_unit(config))
     return Moe(
         par,
         ops,
@@ -211,6 +213,12 @@ def _build_ffn(config: Config, par: Par, ops: Ops, layer: int) -> Moe | GatedMlp
         router=experts.router,
         has_router_bias=False,
     )
+
+
+def _group_unit(config: Config) -> int | None:
+    """Attention groups cut dense layers among experts only: without experts a group would have to
+    exchange rows with all others in every layer, where it can well be a copy of the model."""
+    return None if config.experts is None else config.ffn_unit
 
 
 def rules(config: Config) -> tuple[Rule | Skip, ...]:
@@ -231,7 +239,7 @@ def rules(config: Config) -> tuple[Rule | Skip, ...]:
         ]
     sparse = () if experts is None else experts.layers
     dense = [layer for layer in layers if layer not in sparse]
-    found += mlp_rules(dense, width, config.ffn_width)
+    found += mlp_rules(dense, width, config.ffn_width, group_unit=_group_unit(config))
     if experts is not None:
         found += moe_rules(sparse, width, experts.width, experts.num_experts)
     return tuple(found)

@@ -64,11 +64,18 @@ def build(config: Config, par: Par, ops: Ops) -> Decoder:
         ffn = (
             OaiMoe(par, ops, config.moe)
             if config.routes[index]
-            else OaiMlp(par, ops, widths.model, config.ffn_width, config.moe.gate)
+            else OaiMlp(
+                par,
+                ops,
+                widths.model,
+                config.ffn_width,
+                config.moe.gate,
+                group_unit=config.ffn_unit,
+            )
         )
         return Layer(ops, widths.model, config.eps, kind, attention, ffn, NORM_OFFSET)
 
-    embed = Embedding(par, config.vocab_size, widths.model)
+    embed = Embedding(par, config.vocab_size, widths.model, is_tied=config.is_tied)
     head = Head(par, ops, config.vocab_size, widths.model, embed if config.is_tied else None)
     layers = tuple(build_layer(index) for index in range(config.num_layers))
     norm = RmsNorm(ops, widths.model, config.eps, NORM_OFFSET)
@@ -130,7 +137,7 @@ def _text_rules(config: Config) -> list[Rule | Skip]:
         ),
         *norms,
         *_index_rules(chosen, config),
-        *mlp_rules(dense, widths.model, config.ffn_width),
+        *mlp_rules(dense, widths.model, config.ffn_width, group_unit=config.ffn_unit),
         *_moe_rules(routed, config),
         skip_mtp(config.num_layers),
     ]

@@ -37,6 +37,7 @@ class Config:
     vocab_size: int
     max_positions: int
     ffn_width: int  # of layers without experts
+    ffn_unit: int  # features of those that share a scale
     moe: OaiMoeDims
     attention: BlockSparseWidths
     blocks: BlockDims
@@ -66,6 +67,7 @@ class Config:
             vocab_size=fields.integer("vocab_size"),
             max_positions=fields.integer("max_position_embeddings"),
             ffn_width=fields.integer("dense_intermediate_size"),
+            ffn_unit=fields.scale_columns(),
             moe=_read_moe(fields, width),
             attention=attention,
             blocks=_read_blocks(fields, sparse),

@@ -15,7 +15,7 @@ def outer_rules(vocab_size: int, width: int, is_tied: bool) -> list[Rule | Skip]
     """Embedding, final norm and head."""
     found: list[Rule | Skip] = [
         Rule(source="model.embed_tokens.weight", target="embed.weight",
-             shape=(vocab_size, width), shard_axis=0),
+             shape=(vocab_size, width), shard_axis=0, group_axis=None if is_tied else 1),
         Rule(source="model.norm.weight", target="norm.weight", shape=(width,)),
         Skip(pattern=r".*\.rotary_emb\.inv_freq", reason="rotary frequencies are computed"),
     ]  # fmt: skip
@@ -24,7 +24,7 @@ def outer_rules(vocab_size: int, width: int, is_tied: bool) -> list[Rule | Skip]
     else:
         found.append(
             Rule(source="lm_head.weight", target="head.weight",
-                 shape=(vocab_size, width), shard_axis=0)
+                 shape=(vocab_size, width), shard_axis=0, group_axis=0)
         )  # fmt: skip
     return found
 
@@ -55,8 +55,10 @@ def layer_rule(
     shard_axis: int | None = None,
     num_experts: int = 1,
     num_parts: int | None = None,
+    group_unit: int | None = None,
 ) -> Rule:
-    """A tensor of every one of `layers`; the names start behind the layer's index."""
+    """A tensor of every one of `layers`; the names start behind the layer's index. With a
+    `group_unit` attention groups cut it along `shard_axis` too."""
     return Rule(
         source=f"model.layers.{{layer}}.{source}",
         target=f"layers.{{layer}}.{target}",
@@ -65,6 +67,8 @@ def layer_rule(
         layers=layers,
         num_experts=num_experts,
         num_parts=num_parts,
+        group_axis=None if group_unit is None else shard_axis,
+        group_unit=group_unit or 1,
     )
 
 
@@ -133,19 +137,25 @@ def latent_rules(
 
 
 def mlp_rules(
-    layers: Sequence[int], width: int, ffn_width: int, source: str = "mlp", target: str = "ffn"
+    layers: Sequence[int],
+    width: int,
+    ffn_width: int,
+    source: str = "mlp",
+    target: str = "ffn",
+    group_unit: int | None = None,
 ) -> list[Rule]:
-    """A gated MLP: gate and up stacked, and down."""
-    found = [
-        layer_rule(
-            layers, f"{source}.{name}_proj.weight", f"{target}.up.weight", (ffn_width, width), 0
-        )
-        for name in ("gate", "up")
-    ]
-    down = layer_rule(
-        layers, f"{source}.down_proj.weight", f"{target}.down.weight", (width, ffn_width), 1
-    )
-    return [*found, down]
+    """A gated MLP: gate and up stacked, and down; cut over attention groups with a
+    `group_unit`."""
+    up, down = f"{target}.up.weight", f"{target}.down.weight"
+    return [
+        *(
+            layer_rule(layers, f"{source}.{name}_proj.weight", up, (ffn_width, width), 0,
+                       group_unit=group_unit)
+            for name in ("gate", "up")
+        ),
+        layer_rule(layers, f"{source}.down_proj.weight", down, (width, ffn_width), 1,
+                   group_unit=group_unit),
+    ]  # fmt: skip
 
 
 def moe_rules(

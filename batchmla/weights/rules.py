@@ -18,7 +18,9 @@ class Rule:
     along the first (within an expert: first remaining) dimension in the order they are given.
     `shard_axis` is cut into equal parts over the ranks; None: every rank takes all of it. With
     `num_parts` it is not cut finer than into so many, and ranks that outnumber them hold copies.
-    Experts are dealt to ranks first, and cut over those that share one. The tensors hold
+    `group_axis`, which may be the same one, is cut further over the attention groups, where each
+    gets whole units of `group_unit` of it. Experts are dealt to ranks first, and cut over those
+    that share one. The tensors hold
     floating-point numbers, or with `is_integer` ids. A norm of zeros alone is a fault of the
     checkpoint unless it `may_be_zero`, as where 1 + w multiplies.
     """
@@ -30,6 +32,8 @@ class Rule:
     layers: Sequence[int] = range(1)
     num_experts: int = 1
     num_parts: int | None = None
+    group_axis: int | None = None
+    group_unit: int = 1
     is_integer: bool = False
     may_be_zero: bool = False
 
@@ -119,4 +123,10 @@ def _slices(rule: Rule, placement: Placement) -> tuple[slice, ...]:
         else:
             share, index = placement.local(length, what), placement.tensor_rank
         slices[rule.shard_axis] = slice(index * share, (index + 1) * share)
+    if rule.group_axis is not None:
+        whole = slices[rule.group_axis]
+        groups = placement.common(whole.stop - whole.start, rule.group_unit)
+        share = (whole.stop - whole.start) // groups
+        first = whole.start + placement.group % groups * share
+        slices[rule.group_axis] = slice(first, first + share)
     return tuple(slices)

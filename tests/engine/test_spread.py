@@ -10,10 +10,13 @@ import numpy as np
 import pytest
 import torch
 from logits import watch_logits
+from quantised import WAYS, write_quantised
 from safetensors import safe_open
 from tiny import write_tiny
 
 from batchmla.core import Completion, EngineOptions, Prompt, SamplingParams
+from batchmla.engine import config as config_module
+from batchmla.engine import drafts as drafts_module
 from batchmla.engine.engine import EngineCore, load_engine, plan_engine, read_config
 from batchmla.engine.exchange import exchange_of
 from batchmla.engine.expert_load import expert_load
@@ -23,12 +26,17 @@ from batchmla.errors import JobError
 from batchmla.kernels import load
 from batchmla.layers.block import walk
 from batchmla.layers.experts import SpreadExperts, row_bytes
+from batchmla.models.load import count_model
+from batchmla.placement import Placement
 from batchmla.text.tokenizer import Tokenizer
 from batchmla.weights.folder import find_model
 
 Logits = dict[tuple[int, int], torch.Tensor]
 Sizes = tuple[int, int, int]
 """tensor, expert, attention_data"""
+
+
+UNEVEN = {"vocab_size": 257, "intermediate_size": 191}  # neither can be cut by two groups
 
 
 def make_prompts(num: int = 7, max_tokens: int = 6) -> list[Prompt]:
@@ -67,6 +75,7 @@ def run(engine: EngineCore, prompts: list[Prompt]) -> tuple[dict[int, Completion
     ("name", "spread"),
     [
         ("v3", [(2, 2, 1), (1, 2, 2), (2, 4, 2)]),
+        ("v3 uneven", [(1, 2, 2)]),
         *((name, [(1, 2, 2)]) for name in
           ("v32", "v4", "qwen3_moe", "minimax_m2", "minimax_m3", "kimi_linear")),
         ("llama", [(1, 1, 2)]),
@@ -75,7 +84,7 @@ def run(engine: EngineCore, prompts: list[Prompt]) -> tuple[dict[int, Completion
 def test_spread_ranks_give_the_logits_of_one(
     tmp_path: Path, name: str, spread: list[Sizes]
 ) -> None:
-    write_tiny(tmp_path, name)
+    write_tiny(tmp_path, name.split()[0], **(UNEVEN if "uneven" in name else {}))
     prompts = make_prompts()
     alone_engine = open_engine(tmp_path, (1, 1, 1))
     alone, alone_logits = run(alone_engine, prompts)
@@ -93,6 +102,31 @@ def test_spread_ranks_give_the_logits_of_one(
                 logits[place], expected_V, rtol=1e-4, atol=1e-4,
                 msg=lambda text, where=(sizes, place): f"{where}: {text}",
             )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["v3 fp8", "m3 fp8", "k2 int4"])
+def test_codes_are_cut_over_groups_too(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kept as codes in float32, which no option asks for."""
+    folder = write_quantised(tmp_path, WAYS[name]).quantised
+    for module in (config_module, drafts_module):
+        monkeypatch.setattr(module, "settle_quantised", lambda *_: True)
+    prompts, found = make_prompts(4, 4), []
+    for sizes in ((1, 1, 1), (1, 2, 2)):
+        engine = open_engine(folder, sizes)
+        weights = dict(engine._runner._forward._model.named_weights())
+        _, logits = run(engine, prompts)
+        engine.close()
+        found.append((weights, logits))
+    (whole, logits), (half, spread_logits) = found
+    for target in ("embed.weight", "head.weight", "layers.0.ffn.up.weight"):
+        assert half[target].numel * 2 == whole[target].numel
+    up = half["layers.0.ffn.up.weight"].packed
+    assert (up.codes is not None) == name.endswith("fp8"), "dense layers of K2 are plain"
+    assert spread_logits.keys() == logits.keys()
+    for place, expected_V in logits.items():
+        torch.testing.assert_close(spread_logits[place], expected_V, rtol=1e-4, atol=1e-4)
 
 
 def test_other_groups_tell_log_probabilities_of_prompts(tmp_path: Path) -> None:
@@ -142,15 +176,18 @@ def test_tally_parts_from_one_rank_at_near_ties_only() -> None:
             assert first - second < 1e-3, (index, parted[0], first - second)
 
 
-@pytest.mark.parametrize("name", ["v4"])
+@pytest.mark.parametrize("name", ["v3", "v4"])
 def test_exact_mode_gives_the_bits_of_one_rank(tmp_path: Path, name: str) -> None:
-    """Choices come back one by one and are summed as one rank sums them."""
+    """Choices come back one by one and are summed as one rank sums them; all else is whole in every
+    group."""
     write_tiny(tmp_path, name)
     prompts = make_prompts(6, 5)
     found = []
     for sizes in ((1, 1, 1), (1, 2, 2)):
         engine = open_engine(tmp_path, sizes, deterministic=True)
+        par = engine._runner._forward._par
         completions, logits = run(engine, prompts)
+        assert not {"to all", "back"} & par.traffic.keys()
         engine.close()
         found.append(({i: c.token_ids.tolist() for i, c in completions.items()}, logits))
     (ids, logits), (spread_ids, spread_logits) = found
@@ -169,25 +206,28 @@ def test_collectives_are_those_that_plan_counts(tmp_path: Path, sizes: Sizes) ->
     forward = engine._runner._forward
     par, placement = forward._par, forward._par.placement
     spread = [each for each in walk(forward._model) if isinstance(each, SpreadExperts)]
-    steps: list[tuple[int, int]] = []  # tokens and sampled rows of rank 0's group
+    steps: list[tuple[list[int], list[int]]] = []  # tokens and sampled rows of every group
     plain_run = forward.run
 
     def count(work):  # type: ignore[no-untyped-def]
-        tables = work.groups[0].tables
-        if tables is not None:
-            steps.append((len(tables.tokens_T), len(tables.logits_rows_N)))
+        if work.num_tokens:
+            sampled = [sum(each.num_logits) for each in work.groups]
+            steps.append(([each.num_tokens for each in work.groups], sampled))
         return plain_run(work)
 
     forward.run = count  # type: ignore[method-assign]
-    # both groups always have work: the counts are then those of a step with tokens
     prompts = make_prompts(4 * placement.attention_data, 4)[: 2 * placement.attention_data]
     run(engine, prompts)
     engine.close()
-    tokens, sampled = map(sum, zip(*steps, strict=True))
-    logits_calls = sum(rows > 0 for _, rows in steps)
+    (tokens, *other_tokens), (sampled, *other_sampled) = (
+        np.array(counts).sum(axis=0).tolist() for counts in zip(*steps, strict=True)
+    )
+    logits_calls = sum(any(rows) for _, rows in steps)
     exchange = exchange_of(raw, load("cpu"), itemsize=4)
-    layers, routed = exchange.num_layers, exchange.num_expert_layers
-    assert (layers, routed) == (3, len(spread))
+    layers, routed, dense = (
+        exchange.num_layers, exchange.num_expert_layers, exchange.num_dense_layers
+    )  # fmt: skip
+    assert (layers, routed, dense) == (3, len(spread), 1)
     tensor, _, groups = sizes
     calls = {kind: traffic.calls for kind, traffic in par.traffic.items()}
     expected = {}
@@ -195,13 +235,23 @@ def test_collectives_are_those_that_plan_counts(tmp_path: Path, sizes: Sizes) ->
         expected |= {"sum": (2 * layers + 1) * len(steps), "gather": logits_calls}
         assert par.traffic["sum"].nbytes == (2 * layers + 1) * tokens * exchange.row_bytes
         assert par.traffic["gather"].nbytes == sampled * exchange.vocab_size // tensor * 4
-    if groups > 1:
-        num_steps = calls["counts"] // routed  # those too in which it only served
-        assert num_steps >= len(steps)
-        expected |= {"counts": routed * num_steps, "rows": 2 * routed * num_steps}
+    if groups > 1:  # those steps too in which it only served
+        expected |= {"counts": routed * len(steps), "rows": 2 * routed * len(steps)}
+        both = (1 + dense) * len(steps) + logits_calls
+        expected |= {"to all": both, "back": both}
+        row, part = exchange.row_bytes, exchange.row_bytes // groups
+        logits = exchange.vocab_size // placement.num_ranks * 4
+        out_bytes = tokens * (8 + dense * row) + sampled * row
+        assert par.traffic["to all"].nbytes == (groups - 1) * out_bytes
+        (others,), (wanted,) = other_tokens, other_sampled
+        assert par.traffic["back"].nbytes == others * (part + dense * row) + wanted * logits
+        returned = tokens * (part + dense * row) + sampled * logits
+        planned = exchange.common_bytes(placement, tokens, sampled)
+        assert planned == (groups - 1) * (out_bytes + returned)
     assert calls == expected
-    if tensor > 1 and groups > 1 and logits_calls == len(steps) == calls["counts"] // routed:
-        assert sum(calls.values()) == exchange.calls(placement) * len(steps)
+    without_logits = (len(steps) - logits_calls) * (2 if groups > 1 else 1)
+    planned_calls = exchange.calls(placement, max(max(each) for each, _ in steps)) * len(steps)
+    assert sum(calls.values()) == planned_calls - without_logits
 
 
 def test_rows_to_other_groups_are_those_that_their_experts_were_chosen_by(tmp_path: Path) -> None:
@@ -254,15 +304,18 @@ def test_a_group_has_the_pool_of_one_rank(tmp_path: Path) -> None:
     [("v3", (2, 1, 1)), ("v3", (2, 2, 1)), ("v3", (1, 2, 2)), ("qwen3_moe", (1, 2, 2))],
 )
 def test_a_rank_reads_and_holds_its_share(tmp_path: Path, name: str, sizes: Sizes) -> None:
-    """Whole tensors once, cut ones by half: of experts with both, of attention with tensor only."""
+    """Whole tensors once, cut ones by half: experts, embedding, head and dense layers with both,
+    attention and shared experts with tensor only."""
     write_tiny(tmp_path, name)
-    whole, cut, tensor = 0, 0, sizes[0]
+    whole, cut, (tensor, _, groups) = 0, 0, sizes
     replicated = ("norm", "gate.weight", "e_score", "kv_a_proj", "q_a_proj")
+    common = ("embed_tokens", "lm_head", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
     with safe_open(tmp_path / "model.safetensors", framework="pt") as file:
         for key in file.keys():  # noqa: SIM118
             nbytes = file.get_tensor(key).nbytes
             is_expert = ".experts." in key
             is_cut = is_expert or (tensor > 1 and not any(word in key for word in replicated))
+            is_cut |= groups > 1 and any(word in key for word in common)
             cut, whole = (cut + nbytes, whole) if is_cut else (cut, whole + nbytes)
     records: list[str] = []
     handler = logging.Handler()
@@ -282,6 +335,10 @@ def test_a_rank_reads_and_holds_its_share(tmp_path: Path, name: str, sizes: Size
     assert len(told) == 2 and told[1].startswith("rank 1: ") != told[0].startswith("rank 1: ")
     expected = whole + cut // 2
     assert held == expected
+    for rank in range(2):
+        place = Placement(tensor=tensor, expert=sizes[1], attention_data=groups, rank=rank)
+        count = count_model(read_config(tmp_path), place, load("cpu"), torch.float32)
+        assert count.total * 4 == expected
     for line in told:
         assert f"{expected} bytes read" in line, (line, expected)
 

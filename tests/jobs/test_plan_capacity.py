@@ -6,10 +6,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from published import DEEPSEEK_R1
 from rich.console import Console
 
-from batchmla.engine.hardware import detect
+from batchmla import kernels
+from batchmla.core import EngineOptions
+from batchmla.engine.build import RankPlan
+from batchmla.engine.config import resolve
+from batchmla.engine.drafts import engine_facts
+from batchmla.engine.hardware import detect, parse_hardware
 from batchmla.errors import JobError
 from batchmla.jobs.counts import _cap_for_mean
 from batchmla.jobs.plan import Plan, plan_job
@@ -17,6 +23,7 @@ from batchmla.jobs.plan_view import print_plan, vllm_lines
 from batchmla.jobs.run import run_job
 from batchmla.jobs.spec import LoadedSpec, build_spec
 from batchmla.jobs.summary import read_summary
+from batchmla.models.load import count_model
 
 
 def job(path: str, folder: Path, rows: int = 3, **changes: Any) -> LoadedSpec:
@@ -63,11 +70,32 @@ def test_a_machine_that_is_planned_for_is_used_as_recommended(r1: Plan) -> None:
     assert r1.recommended["max_num_seqs"] <= r1.max_num_seqs
     assert r1.recommended["kv_cache_dtype"] == "bfloat16" and r1.recommended["block_size"] == 64
     tensor = next(each for each in r1.placements if each["tensor"] == 8 and each["expert"] == 1)
-    assert tensor["kv_capacity_tokens"] == pytest.approx(0.7e6, rel=0.08)
-    assert r1.kv_capacity_tokens == pytest.approx(3.4e6, rel=0.08)
+    assert tensor["kv_capacity_tokens"] == pytest.approx(0.71e6, rel=0.01)
+    assert r1.kv_capacity_tokens == pytest.approx(4.0e6, rel=0.05)
     reason = r1.recommended["reason"]
     assert f"{tensor['kv_capacity_tokens']:,}" in reason and reason.count(".") <= 2
     assert json.loads(json.dumps(r1.to_json(), allow_nan=False)) == r1.to_json()
+
+
+def test_the_engine_s_ranks_have_the_pool_that_is_planned(r1: Plan) -> None:
+    """Of the configuration that every rank is built from: what its own share of the weights and
+    the largest step leave of its device."""
+    options = EngineOptions(model="x", attention_data=8, expert_parallel=8)
+    hardware = parse_hardware("8xH200")
+    config = resolve(*engine_facts(DEEPSEEK_R1, options, hardware))
+    assert config.kv_capacity_tokens == r1.kv_capacity_tokens
+    first = RankPlan(config=config, folder=Path("x"), raw_config=DEEPSEEK_R1)
+    ops = kernels.load_counting(config.backend)
+    for rank in (0, 5, 7):
+        own = first.of_rank(rank).config
+        assert own.placement.rank == rank and own.placement.common(129_280) == 8
+        weights_bytes = count_model(
+            DEEPSEEK_R1, own.placement, ops, torch.bfloat16, keeps_quantised=True
+        ).weights_bytes
+        assert weights_bytes == own.memory.weights_bytes == r1.weights_bytes
+        left = 0.92 * hardware.memory_bytes - weights_bytes - own.memory.workspace_bytes
+        tokens = 8 * left / own.layout.token_bytes
+        assert tokens == pytest.approx(r1.kv_capacity_tokens, rel=1e-3)
 
 
 def test_capacity_as_vllm_logs_it_is_that_of_one_group(r1: Plan) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from functools import partial
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -19,15 +20,19 @@ from batchmla.placement import Placement
 
 
 class GroupsHere:
-    """Every attention group's forward pass in this process, one after the other."""
+    """Every attention group's forward pass in this process; logits come as from ranks."""
 
     def __init__(self, forwards: list[Forward]) -> None:
         self.forwards = forwards
 
     def run(self, work: Work) -> Iterator[torch.Tensor]:
         assert len(work.groups) == len(self.forwards)
-        for forward, part in zip(self.forwards, work.groups, strict=True):
-            yield from forward.run(Work(groups=(part,)))
+        runs = [
+            forward.run(Work(groups=(part,)))
+            for forward, part in zip(self.forwards, work.groups, strict=True)
+        ]
+        for round_ in zip_longest(*runs):
+            yield from (logits_NV for logits_NV in round_ if logits_NV is not None)
 
 
 class WatchedEngine(EngineCore):
