@@ -136,7 +136,7 @@ def draft(
         if kv_dtype in DTYPE_BYTES
         else layout_of(dtype, placement, page_tokens).token_bytes / layout.token_bytes,
         chosen_width=_chosen_width(config) if placement.attention_data > 1 else 0,
-        shared_elements=_shared_elements(config, placement, max_batched_tokens),
+        shared_elements=_shared_elements(config, placement, max_num_seqs, max_batched_tokens),
         max_expanded_bytes=MAX_EXPANDED_BYTES if reads_pages else None,
         reads_pages=reads_pages,
     )
@@ -232,18 +232,23 @@ def _chosen_width(config: ModelConfig) -> int:
     return active * width
 
 
-def _shared_elements(config: ModelConfig, placement: Placement, max_batched_tokens: int) -> int:
-    """Values that a dense layer of all groups takes: a group's own rows as input, residual and
-    output; and of a piece's rows those sent and come, made and come back, the sum in float32, and
-    a rank's gates, ups and their product."""
+def _shared_elements(
+    config: ModelConfig, placement: Placement, max_num_seqs: int, max_batched_tokens: int
+) -> int:
+    """Values that the largest of what groups hold together takes. A dense layer: a group's own rows
+    as input, residual and output, and of a piece's rows those sent and come, made and come back,
+    the sum in float32, and a rank's gates, ups and their product. The head: own rows, and hidden
+    rows sent and come. The embedding: its columns sent, come and put together.
+    """
     width: int = getattr(config, "width", 0)
     features: int = getattr(config, "ffn_width", 0)
     groups = placement.attention_data
     if groups == 1 or placement.has_whole_groups:
         return 0
-    rows = groups * min(piece_rows(groups), max_batched_tokens)
-    a_row = 6 * width + -(-3 * features // placement.num_ranks)
-    return rows * a_row + 3 * max_batched_tokens * width
+    own = max_batched_tokens * width
+    piece = groups * min(piece_rows(groups), max_batched_tokens)
+    dense = 3 * own + piece * (6 * width + -(-3 * features // placement.num_ranks))
+    return max(dense, own + 2 * groups * max_num_seqs * width)
 
 
 def _max_num_seqs(hardware: Hardware, weights_bytes: int) -> int:

@@ -22,10 +22,9 @@ class Workspace:
     is added up in float32.
 
     What groups hold together of embedding, head and dense layers they compute for the rows of all
-    of them. Nothing of attention is there meanwhile, so that the larger of the two counts: in a
-    dense layer `shared_elements`, of at most PIECE_ROWS rows at a time; hidden rows on their way to
-    the head, and columns of the embedding, take less. A rank has the share of the vocabulary that
-    it computes for all groups' rows and the rows that come back within the four copies of logits.
+    of them. Nothing of attention is there meanwhile, so that the larger of the two counts, live
+    activations or `shared_elements`. Logits that a rank makes for all groups, of its share of the
+    vocabulary, and those that come back to it are two of the four copies.
     """
 
     row_width: int

@@ -29,7 +29,8 @@ class Router(Block):
 
 class Moe(Block):
     """Σ weight · expert(x) + shared(x); experts are dealt to ranks or cut by ffn width, and
-    summed once over the ranks of an attention group."""
+    summed once over the ranks of an attention group. The shared one is whole in every group: its
+    rows stay where they are."""
 
     def __init__(
         self,

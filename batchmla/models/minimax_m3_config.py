@@ -83,6 +83,10 @@ class Config:
         return len(self.chooses)
 
     @property
+    def width(self) -> int:
+        return self.attention.model
+
+    @property
     def num_heads(self) -> int:
         return self.attention.num_heads
 

@@ -22,6 +22,7 @@ from batchmla.engine.costs import step_costs
 from batchmla.engine.drafts import draft_placed, engine_costs, engine_facts
 from batchmla.engine.exchange import Exchange, exchange_of
 from batchmla.engine.hardware import Hardware, parse_hardware
+from batchmla.engine.workspace import Workspace
 from batchmla.errors import DeviceError
 from batchmla.layers.across import PIECE_ROWS
 from batchmla.models.load import count_model
@@ -101,6 +102,25 @@ def test_what_every_group_repeats_is_the_price_of_attention_data(
     ]
     assert counts[1] - counts[0] == pytest.approx(freed, rel=1e-3)
     assert 8 * freed / config.layout.token_bytes == pytest.approx(0.488e6, rel=0.01)
+
+
+def test_what_rows_of_all_groups_take_counts_where_it_is_more_than_attention(
+    r1: tuple[Candidate, ...],
+) -> None:
+    workspace = Workspace(
+        row_width=10, dtype_bytes=2, vocab_size=1, num_layers=1, max_num_seqs=1,
+        max_batched_tokens=4, reads_pages=True, max_expanded_bytes=0, shared_elements=240,
+    )  # fmt: skip
+    more = replace(workspace, shared_elements=241)
+    assert workspace.fixed_bytes(8) == 4 * 6 * 10 * 2 + 16
+    assert more.fixed_bytes(8) - workspace.fixed_bytes(8) == 2
+    spread, alone = of(r1, 1, 8, 8).config, of(r1, 1, 1, 1).config
+    assert spread is not None and alone is not None
+    # of R1 it is not; twice the tokens a step, and what comes for experts, make the difference
+    activations = 6 * 128 * (192 + 128) * 2
+    exchanged = 4096 * 8 * 7168 * 8
+    grown = spread.memory.workspace_bytes - alone.memory.workspace_bytes
+    assert grown == exchanged - 4096 * activations
 
 
 def test_every_use_of_the_devices_is_listed_once() -> None:
