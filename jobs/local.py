@@ -12,6 +12,7 @@ from batchmla.engine.drafts import engine_costs
 from batchmla.engine.engine import load_engine, plan_engine, read_config
 from batchmla.engine.hardware import Hardware, detect
 from batchmla.engine.numerics import describe_numerics
+from batchmla.engine.ranks import Launch
 from batchmla.errors import DeviceError, JobError
 from batchmla.jobs.learned import calibration_key, learned
 from batchmla.jobs.manifest import model_fingerprint
@@ -186,14 +187,18 @@ def check_local_engine(spec: JobSpec, hardware: Hardware | None = None) -> None:
         raise DeviceError(config.misfit)
 
 
-def local_engine(spec: JobSpec) -> LoadedEngine:
-    """The engine in this process; a `DeviceError` before weights are read if it does not fit."""
+def local_engine(spec: JobSpec, launch: Launch | None = None) -> LoadedEngine:
+    """The engine in this process; a `DeviceError` before weights are read if it does not fit.
+
+    `launch` starts its other ranks, unless they are on this machine.
+    """
     folder = find_model(spec.model.path, spec.model.revision)
-    config = plan_local_engine(spec, folder)
+    config = plan_local_engine(spec, folder, None if launch is None else launch.hardware)
     if config.misfit is not None:
         raise DeviceError(config.misfit)
     vocab_limit = len(Tokenizer.load(folder))
-    engine = load_engine(engine_options(spec, folder), vocab_limit=vocab_limit)
+    options = engine_options(spec, folder)
+    engine = load_engine(options, vocab_limit=vocab_limit, launch=launch)
     key = calibration_key(spec.model.path, config, detect(spec.model.device).name)
     costs = engine_costs(read_config(folder), config)
     return LoadedEngine(

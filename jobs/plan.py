@@ -108,7 +108,7 @@ def plan_job(loaded: LoadedSpec, hardware: str | None = None, *, calibrates: boo
     return Plan(
         job=spec.name,
         model=spec.model.path,
-        hardware=f"{machine.count} x {machine.name}" if machine.count > 1 else machine.name,
+        hardware=machine.words,
         device=config.device,
         attention=facts.attention,
         parameters=facts.total_params,

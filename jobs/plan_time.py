@@ -15,6 +15,7 @@ from batchmla.engine.costs import StepCosts, StepWork
 from batchmla.engine.drafts import engine_costs
 from batchmla.engine.exchange import exchange_of
 from batchmla.engine.hardware import Hardware
+from batchmla.engine.network import NETWORK_WORDS, exchange_seconds
 from batchmla.engine.predict import Bounds, Forecasted, JobRows, predict
 from batchmla.engine.roofline import Rates, measure_cpu_rates
 from batchmla.engine.steady import LAYER_S
@@ -84,6 +85,8 @@ def _clock(
     found = _sheet_clock(raw_config, config, hardware, costs)
     if found is not None:
         notes.append("time is a bound from the data sheet's rates, not a measurement")
+    if found is not None and hardware.num_machines > 1:
+        notes.append(NETWORK_WORDS)
     return found
 
 
@@ -131,12 +134,9 @@ def _sheet_clock(
     rates = Rates(flops_per_s=flops * placement.num_ranks, bytes_per_s=read * placement.num_ranks)
     ops, groups = kernels.load(config.backend), placement.attention_data
     exchange = exchange_of(raw_config, ops, DTYPE_BYTES[config.dtype])
-    link = hardware.link_bytes_per_s
 
     def exchange_s(work: StepWork) -> float:
-        if placement.num_ranks == 1 or link is None:
-            return 0.0
-        return exchange.seconds(placement, work.tokens, work.sampled, link)
+        return exchange_seconds(exchange, placement, work.tokens, work.sampled, hardware)
 
     def step_s(work: StepWork) -> float:
         every = StepWork(

@@ -21,13 +21,26 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaFacts:
-    """What a replica says of itself once its engine is there."""
+    """What a replica says of itself once its engine is there. `others`: of the processes of its
+    other ranks, where each has an actor.
+    """
 
     effective: Mapping[str, Any]
     numerics: Mapping[str, str]
     model_files: Mapping[str, str]
     node: str = ""
     node_id: str = ""
+    others: "tuple[ReplicaFacts, ...]" = ()
+
+    @property
+    def all(self) -> "tuple[ReplicaFacts, ...]":
+        """Of each process."""
+        return (self, *self.others)
+
+    @property
+    def nodes(self) -> str:
+        """Where it is, in words."""
+        return " and ".join(dict.fromkeys(each.node for each in self.all))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -170,7 +170,7 @@ def nodes() -> list[Node]:
 
 
 def is_alive(node_id: str) -> bool:
-    """Whether a node is known to live. In the connection's thread."""
+    """Whether a node is known to live. Where Ray is connected."""
     import ray
 
     return any(each["Alive"] and each["NodeID"] == node_id for each in ray.nodes())

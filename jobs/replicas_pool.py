@@ -92,7 +92,7 @@ class Pool:
         refusal = self._plan.refuse(facts)
         if refusal is not None:
             raise DeviceError(refusal)
-        _LOG.info("a replica is ready on %s (%d running)", facts.node, self.num_running + 1)
+        _LOG.info("a replica is ready on %s (%d running)", facts.nodes, self.num_running + 1)
         self._events.put(facts)
 
     def has_ended(self, completions: Sequence[Completion]) -> None:

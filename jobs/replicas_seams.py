@@ -15,7 +15,7 @@ from typing import Any
 
 from batchmla.engine.config import EngineConfig
 from batchmla.engine.hardware import Hardware, detect
-from batchmla.engine.numerics import count_threads, use_threads
+from batchmla.engine.numerics import count_threads
 from batchmla.errors import DeviceError
 from batchmla.jobs.local import (
     LocalText,
@@ -25,7 +25,7 @@ from batchmla.jobs.local import (
     local_text,
     plan_local_engine,
 )
-from batchmla.jobs.manifest import model_fingerprint, read_manifest, versions
+from batchmla.jobs.manifest import read_manifest, versions
 from batchmla.jobs.read import open_job_input
 from batchmla.jobs.remote import place_of
 from batchmla.jobs.remote_store import store_at
@@ -35,9 +35,11 @@ from batchmla.jobs.replicas_backlog import WindowSizes
 from batchmla.jobs.replicas_cluster import Cluster, NoCluster, nodes, require_ray
 from batchmla.jobs.replicas_codec import PromptReader
 from batchmla.jobs.replicas_pool import PoolPlan
+from batchmla.jobs.replicas_ranks import RankJob, RayRanks
 from batchmla.jobs.replicas_shape import Node, ReplicaShape, shape_of
 from batchmla.jobs.replicas_worker import Patience
 from batchmla.jobs.seams import LoadedEngine, Seams, Table
+from batchmla.jobs.settings import ParallelSettings
 from batchmla.jobs.spec import JobSpec
 from batchmla.text.tokenizer import Tokenizer
 from batchmla.weights.folder import find_model
@@ -113,7 +115,10 @@ class _Neighbours:
         fewest, most = spec.executor.bounds
         _LOG.info("replicas asked for: %d, of %s each", fewest, decided.shape.words)
         plan = PoolPlan(
-            make=partial(make_replica, decided.spec, decided.threads),
+            make=partial(
+                make_replica,
+                RankJob(spec=decided.spec, threads=decided.threads, shape=decided.shape),
+            ),
             refuse=partial(
                 _refusal,
                 model_files=self._text.model_files,
@@ -165,20 +170,22 @@ class _Neighbours:
         hardware = self._gpu(most_gpus) if on_gpu else detect("cpu")
         whole = _with_model(spec, device=hardware.kind, path=_everywhere(spec.model.path))
         folder = find_model(spec.model.path, spec.model.revision)
-        config = plan_local_engine(whole, folder, hardware)
+        whole, num_ranks = settled_ranks(whole, folder, hardware, len(self._nodes))
         shape = shape_of(
             self._nodes,
             num_replicas=spec.executor.bounds[1],
-            num_ranks=config.placement.num_ranks,
+            num_ranks=num_ranks,
             on_gpu=on_gpu,
             wished_cpus=_threads_before(spec),
         )
+        if shape.is_spread:
+            hardware = hardware.over(shape.num_parts, num_ranks)
         share = spec.model.memory_utilization * shape.memory_share
         each = _with_model(whole, memory_utilization=share)
         config = plan_local_engine(each, folder, hardware)
         if config.misfit is None:  # rows have one limit, whichever replica they come to
             each = _with_model(each, max_model_len=config.max_model_len)
-        threads = shape.num_cpus
+        threads = shape.total_cpus
         if self._cluster is None:
             threads = min(threads, count_threads())  # what the user's environment allows
         return _Decided(spec=each, hardware=hardware, config=config, shape=shape, threads=threads)
@@ -189,29 +196,45 @@ class _Neighbours:
         if here.kind == "cuda" or self._cluster is None:
             return detect("cuda")
         found = self._cluster.call(_ask_for_gpu(self._patience.place_s))
-        return replace(found, count=max(1, most_gpus))
+        self._nodes = self._cluster.call(_nodes())  # one with a GPU may have come for it
+        return replace(found, count=max([1, *(node.num_gpus for node in self._nodes)]))
 
 
-def make_replica(spec: JobSpec, threads: int) -> Loaded:
+def make_replica(job: RankJob) -> Loaded:
     """The engine of a replica, in its process."""
-    import ray
-
-    use_threads(threads)
+    spec, facts = job.spec, job.facts()
+    launch = RayRanks(job) if job.shape.is_spread else None
+    loaded = local_engine(spec, launch)
+    others = () if launch is None else launch.facts
     folder = find_model(spec.model.path, spec.model.revision)
-    context = ray.get_runtime_context()
-    facts = ReplicaFacts(
-        effective={},
-        numerics={**local_numerics(spec), **versions()},
-        model_files=model_fingerprint(folder),
-        node=ray.util.get_node_ip_address(),
-        node_id=context.get_node_id(),
-    )
-    loaded = local_engine(spec)
     return Loaded(
         engine=loaded.engine,
         read=PromptReader(Tokenizer.load(folder)).read,
-        facts=replace(facts, effective=loaded.effective),
+        facts=replace(facts, effective=loaded.effective, others=others),
     )
+
+
+def settled_ranks(
+    spec: JobSpec, folder: Path, hardware: Hardware, num_nodes: int
+) -> tuple[JobSpec, int]:
+    """The ranks of a replica. With `auto` it takes the fewest nodes like `hardware` on which the
+    model fits, one of so many if none do; of several nodes the sizes are written into the job."""
+    sizes = spec.model.parallel
+    if not isinstance(sizes, str):
+        return spec, sizes.tensor * sizes.attention_data
+    first = plan_local_engine(spec, folder, hardware)
+    if first.misfit is None or hardware.kind == "cpu":
+        return spec, first.placement.num_ranks
+    for count in range(2, num_nodes + 1):
+        several = hardware.over(count, count * hardware.count)
+        found = plan_local_engine(spec, folder, several)
+        if found.misfit is None:
+            place = found.placement
+            named = ParallelSettings(
+                tensor=place.tensor, expert=place.expert, attention_data=place.attention_data
+            )
+            return _with_model(spec, parallel=named), place.num_ranks
+    return spec, first.placement.num_ranks
 
 
 def _numerics(spec: JobSpec, hardware: Hardware, threads: int) -> dict[str, str]:
@@ -227,6 +250,21 @@ def _refusal(
     is_exact: bool,
 ) -> str | None:
     """Why a replica does not belong to this job; what is only worth a warning is logged."""
+    found = (
+        _process_refusal(each, model_files=model_files, numerics=numerics, is_exact=is_exact)
+        for each in facts.all
+    )
+    return next((each for each in found if each is not None), None)
+
+
+def _process_refusal(
+    facts: ReplicaFacts,
+    *,
+    model_files: Mapping[str, str],
+    numerics: Mapping[str, str],
+    is_exact: bool,
+) -> str | None:
+    """The same of one of its processes."""
     if facts.model_files != model_files:
         names = sorted(set(facts.model_files.items()) ^ set(model_files.items()))
         return (

@@ -124,13 +124,14 @@ class Worker:
         from ray.util.placement_group import placement_group
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        self._group = placement_group([self._shape.bundle], strategy="STRICT_PACK")
+        shape = self._shape
+        bundles = [shape.bundle] * shape.num_parts
+        self._group = placement_group(bundles, strategy="PACK")  # parts may share a node
         place = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=0)
         self._actor = (
             ray.remote(Replica)
             .options(
-                num_cpus=self._shape.num_cpus,
-                num_gpus=self._shape.num_gpus,
+                **shape.actor,
                 max_restarts=-1,
                 max_task_retries=0,
                 max_concurrency=_CONCURRENCY,
@@ -141,6 +142,7 @@ class Worker:
 
     async def _load(self) -> ReplicaFacts:
         """Has the engine loaded in the actor's process, wherever Ray has put it."""
+        import ray
         from ray.exceptions import RayActorError, RayTaskError
 
         reason = ""
@@ -151,12 +153,15 @@ class Worker:
                 return facts
             except RayTaskError as error:
                 cause = error.cause
-                if isinstance(cause, BatchmlaError):
-                    raise type(cause)(f"{self.name}: {cause}") from error
-                raise cause from error
+                if not _is_loss(cause):
+                    if isinstance(cause, BatchmlaError):
+                        raise type(cause)(f"{self.name}: {cause}") from error
+                    raise cause from error
+                reason = str(cause)
+                ray.kill(self._actor, no_restart=False)  # all its ranks are begun anew
             except RayActorError as error:
                 reason = first_line(error)
-                _LOG.warning("%s ended while it loaded the model: %s", self.name, reason)
+            _LOG.warning("%s ended while it loaded the model: %s", self.name, reason)
         raise DeviceError(
             f"{self.name} ended {_LOAD_TRIES} times while it loaded the model ({reason}); if "
             "memory was short, lower model.memory_utilization or executor.replicas"
@@ -273,18 +278,25 @@ class Worker:
         for task in self._windows:
             task.cancel()
         await asyncio.gather(*self._windows, return_exceptions=True)
-        is_suspect = is_alive(self.facts.node_id)  # else its node died, and no row did that
+        is_suspect = all(is_alive(each.node_id) for each in self.facts.all)  # else a node's death
         guilty: list[Prompt] = []
         for window in self._windows.values():
             guilty += self._backlog.give_back(load, window, is_suspect=is_suspect)
         count = sum(len(window.prompts) for window in self._windows.values()) - len(guilty)
         self._windows.clear()
         _LOG.warning(
-            "%s on %s was lost (%s); %d rows are run again", self.name, self.facts.node,
+            "%s on %s was lost (%s); %d rows are run again", self.name, self.facts.nodes,
             self._failure, count,
         )  # fmt: skip
         self._foreman.was_lost(self._failure)
         self._foreman.has_ended([failed_row(prompt, self._failure) for prompt in guilty])
+
+
+def _is_loss(error: BaseException) -> bool:
+    """Whether it is a rank's death that kept a replica from loading."""
+    from batchmla.parallel import LostPeer  # late: it brings torch
+
+    return isinstance(error, LostPeer)
 
 
 def failed_row(prompt: Prompt, reason: str) -> Completion:

@@ -10,6 +10,7 @@ from batchmla.engine.config import EngineConfig
 from batchmla.engine.costs import StepCosts, StepWork
 from batchmla.engine.exchange import Exchange
 from batchmla.engine.hardware import Hardware
+from batchmla.engine.network import exchange_seconds
 from batchmla.engine.roofline import Rates
 
 LAYER_S = 20e-6  # assumed: launching what a layer runs on a GPU, besides the work itself
@@ -69,11 +70,7 @@ def steady(
         kv_tokens=round(groups * rows * held),
     )
     rates = Rates(flops_per_s=flops * ranks, bytes_per_s=read * ranks)
-    exchange_s = 0.0
-    if ranks > 1 and hardware.link_bytes_per_s is not None:
-        exchange_s = exchange.seconds(
-            placement, rows + prompt_tokens, sampled, hardware.link_bytes_per_s
-        )
+    exchange_s = exchange_seconds(exchange, placement, rows + prompt_tokens, sampled, hardware)
     step_s = costs.serial_step_s(work, rates) + exchange_s + LAYER_S * exchange.num_layers
     return Steady(
         rows=groups * rows,

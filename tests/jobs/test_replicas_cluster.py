@@ -2,6 +2,7 @@
 
 import logging
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -51,3 +52,15 @@ def test_a_replica_that_computes_otherwise_is_refused_in_exact_mode_only(
     assert words in caplog.text
     lacks = {**NUMERICS, **versions(), "torch": "1.0"}
     assert "torch is 1.0" in (refusal(FILES, lacks) or "")
+
+
+def test_every_process_of_a_replica_is_looked_at() -> None:
+    same = {**NUMERICS, **versions()}
+    good, bad = (
+        ReplicaFacts(effective={}, numerics=same, model_files=files, node=node)
+        for files, node in ((FILES, "10.0.0.7"), (FILES | {"config.json": "c"}, "10.0.0.8"))
+    )
+    facts = replace(good, others=(good, bad))
+    found = _refusal(facts, model_files=FILES, numerics=NUMERICS, is_exact=True)
+    assert found is not None and "10.0.0.8" in found and "config.json differs" in found
+    assert facts.nodes == "10.0.0.7 and 10.0.0.8"

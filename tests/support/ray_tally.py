@@ -24,10 +24,11 @@ class TallyJob:
     replicas: int = 1
     max_tokens: int = 60
     tensor: int = 1
+    rows: int = ROWS
 
     def write(self, name: str) -> Path:
         source = self.folder / "rows.jsonl"
-        texts = [f"receipt {i}: {i * 7 % 13} x 1.20, {i % 5} x 3.15" for i in range(ROWS)]
+        texts = [f"receipt {i}: {i * 7 % 13} x 1.20, {i % 5} x 3.15" for i in range(self.rows)]
         lines = (json.dumps({"id": i, "text": text}) for i, text in enumerate(texts))
         source.write_text("\n".join(lines) + "\n")
         job: dict[str, Any] = {
@@ -59,12 +60,21 @@ class TallyJob:
         out, err = self.start(name).communicate(timeout=300)
         assert out, err
         summary: dict[str, Any] = json.loads(out)  # nothing else is on stdout
-        assert summary["exit_code"] == 0 and summary["done"] == ROWS, err
+        assert summary["exit_code"] == 0 and summary["done"] == self.rows, err
         return summary
 
     def table(self, name: str) -> pa.Table:
         assert (self.folder / name / "_SUCCESS").exists()
         return ds.dataset(self.folder / name).to_table()
+
+    def wait_for_line(self, name: str, process: "subprocess.Popen[str]", words: str) -> None:
+        """Until the run's log has them."""
+        log = self.folder / name / "_batchmla" / "run.log"
+        until_s = time.monotonic() + 200
+        while not log.exists() or words not in log.read_text():
+            assert process.poll() is None, process.communicate()
+            assert time.monotonic() < until_s
+            time.sleep(0.05)
 
     def wait_for_rows(self, name: str, process: "subprocess.Popen[str]") -> None:
         """Until some rows are saved."""
@@ -77,12 +87,21 @@ class TallyJob:
 
 def replica_processes() -> list[psutil.Process]:
     """All replicas on the nodes of this process: Ray names a process after its actor."""
-    return [each for each in psutil.Process().children(recursive=True) if _is_replica(each)]
+    return _actors("Replica")
 
 
-def _is_replica(process: psutil.Process) -> bool:
+def rank_processes() -> list[psutil.Process]:
+    """All ranks that follow, of replicas over several nodes."""
+    return _actors("RankActor")
+
+
+def _actors(name: str) -> list[psutil.Process]:
+    return [each for each in psutil.Process().children(recursive=True) if _is_actor(each, name)]
+
+
+def _is_actor(process: psutil.Process, name: str) -> bool:
     try:
-        return " ".join(process.cmdline()).startswith("ray::Replica")
+        return " ".join(process.cmdline()).startswith(f"ray::{name}")
     except psutil.Error:
         return False
 
