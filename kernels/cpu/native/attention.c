@@ -203,10 +203,16 @@ static void write_rows(const Job *job, Unit unit, long rows, const float *sums,
 static void find_values(const Job *job, Unit unit, const int64_t *pages, long position, long keys,
                         long end, const bf16 **rows) {
     static const bf16 zeros[MOST_WIDTH];
-    for (long at = 0; at < keys; at++)
-        rows[at] = position + at < end
-                       ? row_at(job, &job->value, pages, position + at, unit.key_head)
-                       : zeros;
+    const long some = end - position < keys ? end - position : keys;
+    long at = 0;
+    while (at < some) { /* page by page: divisions are slow */
+        const bf16 *row = row_at(job, &job->value, pages, position + at, unit.key_head);
+        for (long left = job->page_rows - (position + at) % job->page_rows; left && at < some; left--) {
+            rows[at++] = row;
+            row += job->value.stride;
+        }
+    }
+    while (at < keys) rows[at++] = zeros;
 }
 
 /* `next`: the unit that this thread will probably have then, or NULL. */

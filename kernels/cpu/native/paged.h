@@ -62,41 +62,60 @@ static inline const bf16 *row_at(const Job *job, const Lanes *lanes, const int64
 }
 
 /* What a block will read is asked for while the one before it is computed, a few lines at a time:
- * a core keeps only some under way. */
+ * a core keeps only some under way. A position has its key, and its value where that lies elsewhere.
+ */
 typedef struct {
     const Job *job;
     const int64_t *pages;
-    long position, end, key_head, part, at;
-    const char *row;
+    long position, end, key_head, parts, left; /* rows of the page */
+    const char *row[2];
 } Ahead;
 
-/* `part` 0: the key of the present position, 1: its value, where that lies elsewhere. */
-static inline void ahead_row(Ahead *ahead) {
-    const Lanes *lanes = ahead->part ? &ahead->job->value : &ahead->job->key;
-    ahead->at = 0;
-    ahead->row = (const char *)row_at(ahead->job, lanes, ahead->pages, ahead->position,
-                                      ahead->key_head);
+static inline const Lanes *ahead_lanes(const Ahead *ahead, long part) {
+    return part ? &ahead->job->value : &ahead->job->key;
+}
+
+static inline void ahead_page(Ahead *ahead) {
+    ahead->left = ahead->job->page_rows - ahead->position % ahead->job->page_rows;
+    for (long part = 0; part < ahead->parts; part++)
+        ahead->row[part] = (const char *)row_at(ahead->job, ahead_lanes(ahead, part), ahead->pages,
+                                                ahead->position, ahead->key_head);
 }
 
 /* Up to 128 keys of `unit` from `position` on. */
 static inline Ahead look_ahead(const Job *job, Unit unit, long position) {
     long end = unit.cluster == ALONE ? job->num_keys[unit.sequence] : job->cluster_keys[unit.cluster];
-    Ahead ahead = {job, job->table + job->table_row[unit.sequence] * job->table_width, position,
-                   end < position + BLOCK ? end : position + BLOCK, unit.key_head, 0, 0, 0};
-    if (position < end) ahead_row(&ahead);
+    Ahead ahead = {.job = job,
+                   .pages = job->table + job->table_row[unit.sequence] * job->table_width,
+                   .position = position,
+                   .end = end < position + BLOCK ? end : position + BLOCK,
+                   .key_head = unit.key_head,
+                   .parts = job->value.base == job->key.base ? 1 : 2};
+    if (position < end) ahead_page(&ahead);
     return ahead;
 }
 
+static inline void ahead_row(Ahead *ahead) {
+    ahead->position++;
+    if (--ahead->left)
+        for (long part = 0; part < ahead->parts; part++)
+            ahead->row[part] += 2 * ahead_lanes(ahead, part)->stride;
+    else if (ahead->position < ahead->end)
+        ahead_page(ahead);
+}
+
+/* Rows of about so many lines. */
 static inline void fetch(Ahead *ahead, long lines) {
-    for (; lines > 0 && ahead->position < ahead->end; lines--) {
-        /* not the builtin: gcc takes a function that does nothing else for one without effect */
-        __asm__ volatile("prefetcht1 %0" ::"m"(ahead->row[ahead->at]));
-        ahead->at += 64;
-        const Lanes *lanes = ahead->part ? &ahead->job->value : &ahead->job->key;
-        if (ahead->at < 2 * lanes->width) continue;
-        ahead->part = !ahead->part && ahead->job->value.base != ahead->job->key.base;
-        ahead->position += !ahead->part;
-        if (ahead->position < ahead->end) ahead_row(ahead);
+    while (lines > 0 && ahead->position < ahead->end) {
+        for (long part = 0; part < ahead->parts; part++) {
+            const long bytes = 2 * ahead_lanes(ahead, part)->width;
+            lines -= bytes / 64;
+            for (long at = 0; at < bytes; at += 64)
+                /* not the builtin: gcc takes a function that does nothing else for one without
+                 * effect */
+                __asm__ volatile("prefetcht1 %0" ::"m"(ahead->row[part][at]));
+        }
+        ahead_row(ahead);
     }
 }
 
