@@ -37,7 +37,8 @@ unit: $(STAMP)
 
 # the longest tests, which test-integrations runs
 LONG := tests/acceptance/test_kill_tally.py::test_twenty_kills_lose_and_double_nothing
-LONG_RAY := is_killed_leaves and not even_when_killed and not has_lost_all_replicas
+LONG_RAY := is_killed_leaves and not even_when_killed and not has_lost_all_replicas \
+	and not another_node_that_hangs and not loses_a_node and not ranks_on_all_nodes
 
 # Ray leaves threads behind in the process that it was used from
 replicas: $(STAMP)
@@ -65,7 +66,7 @@ test-integrations: $(STAMP)
 			-r examples/$$name/requirements.txt; \
 	done
 	OMP_NUM_THREADS=1 $(BIN)/python -P -m pytest -q -rs tests/examples/test_pipelines.py tests/examples/test_ray.py \
-		tests/jobs/test_replicas.py tests/jobs/test_replicas_process.py $(LONG)
+		tests/jobs/test_replicas.py tests/jobs/test_replicas_process.py tests/jobs/test_replicas_spread.py $(LONG)
 
 clean:
 	rm -rf $(VENV) .triton-newest .venv-integrations .types build *.egg-info

@@ -45,11 +45,12 @@ class ReplicaFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded:
-    """What a replica runs."""
+    """What a replica runs. `fault`: what ended its other ranks, if something did."""
 
     engine: Engine
     read: Callable[[bytes], list[Prompt]]
     facts: ReplicaFacts
+    fault: Callable[[], Exception | None] = lambda: None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +90,8 @@ class Replica:
             yield batch
 
     async def stats(self) -> EngineStats:
-        """The engine's counts; an answer is a sign of life."""
+        """The engine's counts; an answer is a sign of life, of all ranks. Raises `ReplicaFailed`
+        if another rank is gone."""
         return EngineStats() if self._thread is None else self._thread.stats()
 
 
@@ -110,9 +112,14 @@ class EngineThread:
         return (await asyncio.shield(self._loaded)).facts
 
     def stats(self) -> EngineStats:
-        """The engine's counts, none while it loads."""
-        is_there = self._loaded.done() and self._loaded.exception() is None
-        return self._loaded.result().engine.stats() if is_there else EngineStats()
+        """The engine's counts, none while it loads; see `Replica.stats`."""
+        if not self._loaded.done() or self._loaded.exception() is not None:
+            return EngineStats()
+        loaded = self._loaded.result()
+        fault = loaded.fault()
+        if fault is not None:
+            raise ReplicaFailed(_words(fault))
+        return loaded.engine.stats()
 
     async def run(self, data: bytes) -> AsyncIterator[Batch]:
         """See `Replica.run`."""
@@ -145,7 +152,7 @@ class EngineThread:
                 self._loop.call_soon_threadsafe(self._arrived, completion)
         except BaseException as error:
             _LOG.exception("the engine of this replica failed")
-            self._loop.call_soon_threadsafe(self._fail, f"{type(error).__name__}: {error}")
+            self._loop.call_soon_threadsafe(self._fail, _words(error))
 
     # in the event loop
 
@@ -156,6 +163,10 @@ class EngineThread:
         self._failure = reason
         for window in self._windows.values():
             window.changed.set()
+
+
+def _words(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
 class _Open:

@@ -93,6 +93,7 @@ class RayRanks:
     """A `Launch`, in rank 0's actor."""
 
     def __init__(self, job: RankJob) -> None:
+        self.fault: Exception | None = None
         self._job = job
         self._begun: list[_Remote] = []
 
@@ -124,6 +125,11 @@ class RayRanks:
         asked = actor.begin.remote(self._job, plan, self.meeting.address, num_threads)
         self._begun.append(_Remote(actor, asked))
         return self._begun[-1]
+
+    def failed(self, fault: Exception) -> None:
+        """Kept for those who ask this actor for a sign of life: what its engine waits in may not
+        end while a machine is silent."""
+        self.fault = fault
 
     def close(self) -> None:
         """The store ends with this process."""

@@ -211,6 +211,7 @@ def make_replica(job: RankJob) -> Loaded:
         engine=loaded.engine,
         read=PromptReader(Tokenizer.load(folder)).read,
         facts=replace(facts, effective=loaded.effective, others=others),
+        fault=lambda: None if launch is None else launch.fault,
     )
 
 

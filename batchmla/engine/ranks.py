@@ -72,6 +72,10 @@ class Launch(Protocol):
         """Begins the process of the rank of `plan`; does not wait for it."""
         ...
 
+    def failed(self, fault: Exception) -> None:
+        """Is told the fault that ends all ranks, while this one may still wait for them."""
+        ...
+
     def close(self) -> None:
         """Frees what is left when all have ended."""
         ...
@@ -171,6 +175,7 @@ class Ranks:
                 if self._fault is None and not self._is_ending.is_set():
                     self._fault = self._judge(rank, end, silent[rank])
         if self._fault is not None:
+            self._launch.failed(self._fault)
             self._kill()
         for reached in self._reached.values():
             reached.set()

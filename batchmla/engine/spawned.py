@@ -38,6 +38,9 @@ class Spawned:
         sender.close()
         return _Child(process, receiver)
 
+    def failed(self, fault: Exception) -> None:
+        """What this process waits in fails with the ends of the others."""
+
     def close(self) -> None:
         shutil.rmtree(self.meeting.parent, ignore_errors=True)
 

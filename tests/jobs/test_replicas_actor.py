@@ -3,6 +3,7 @@
 import asyncio
 import pickle
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -82,3 +83,18 @@ def test_a_row_that_fails_is_a_completion_like_others() -> None:
 
     found = {each.index: each.error for each in asyncio.run(play())}
     assert found == {0: "poison in the prompt", 1: None}
+
+
+def test_a_sign_of_life_tells_of_a_rank_that_is_gone_though_the_engine_still_waits() -> None:
+    faults: list[Exception] = []
+    loaded = replace(made(ScriptedEngine())(), fault=lambda: faults[0] if faults else None)
+
+    async def play() -> None:
+        replica = Replica()
+        await replica.load(lambda: loaded)
+        assert (await replica.stats()).steps == 0
+        faults.append(DeviceError("rank 9 on node b was lost"))
+        with pytest.raises(ReplicaFailed, match="DeviceError: rank 9 on node b was lost"):
+            await replica.stats()
+
+    asyncio.run(play())

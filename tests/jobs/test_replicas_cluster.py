@@ -1,16 +1,22 @@
 """What can be refused before a cluster is joined, and replicas that do not belong to a job."""
 
+import json
 import logging
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+from published import DEEPSEEK_R1
 
+from batchmla.engine.hardware import parse_hardware
 from batchmla.errors import JobError
 from batchmla.jobs.manifest import versions
 from batchmla.jobs.replicas_actor import ReplicaFacts
 from batchmla.jobs.replicas_cluster import require_ray
-from batchmla.jobs.replicas_seams import _refusal
+from batchmla.jobs.replicas_seams import _refusal, settled_ranks
+from batchmla.jobs.settings import InputSettings, ModelSettings, OutputSettings, ParallelSettings
+from batchmla.jobs.spec import JobSpec
 
 FILES = {"config.json": "a", "model.safetensors": "b"}
 NUMERICS = {"threads": "4", "dtype": "bfloat16"}
@@ -64,3 +70,27 @@ def test_every_process_of_a_replica_is_looked_at() -> None:
     found = _refusal(facts, model_files=FILES, numerics=NUMERICS, is_exact=True)
     assert found is not None and "10.0.0.8" in found and "config.json differs" in found
     assert facts.nodes == "10.0.0.7 and 10.0.0.8"
+
+
+@pytest.mark.parametrize(
+    ("machine", "num_nodes", "sizes"),
+    [("8xH200", 4, None), ("8xH100", 4, 16), ("8xH100", 1, None)],
+)
+def test_auto_takes_the_fewest_nodes_on_which_the_model_fits(
+    tmp_path: Path, machine: str, num_nodes: int, sizes: int | None
+) -> None:
+    """R1 in fp8 has 642 GiB of weights: eight GPUs of 140 GiB hold it, eight of 79 do not."""
+    (tmp_path / "config.json").write_text(json.dumps(DEEPSEEK_R1))
+    spec = JobSpec(
+        model=ModelSettings(path=str(tmp_path), device="cuda", parallel="auto"),
+        input=InputSettings(path="in.jsonl"),
+        output=OutputSettings(path="out"),
+    )
+    hardware = replace(parse_hardware(machine), is_local=True)
+    settled, num_ranks = settled_ranks(spec, tmp_path, hardware, num_nodes)
+    if sizes is None:
+        assert settled.model.parallel == "auto" and num_ranks <= 8
+    else:
+        named = settled.model.parallel
+        assert isinstance(named, ParallelSettings) and num_ranks == sizes
+        assert named.tensor * named.attention_data == sizes
