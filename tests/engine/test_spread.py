@@ -105,11 +105,20 @@ def test_spread_ranks_give_the_logits_of_one(
 
 
 @pytest.mark.parametrize(
-    ("name", "changes"),
-    [("v3 fp8", {}), ("v3 fp8", {"intermediate_size": 160}), ("m3 fp8", {}), ("k2 int4", {})],
+    ("name", "changes", "is_cut"),
+    [
+        ("v3 fp8", {}, True),
+        ("v3 fp8", {"intermediate_size": 160}, False),
+        ("m3 fp8", {"dense_intermediate_size": 128}, True),
+        ("k2 int4", {}, True),
+    ],
 )
 def test_codes_are_cut_over_groups_too(
-    tmp_path: Path, name: str, changes: dict[str, int], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    name: str,
+    changes: dict[str, int],
+    is_cut: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Kept as codes in float32, which no option asks for. Half of 160 features would end inside a
     block of 32: each group has all of them."""
@@ -127,7 +136,7 @@ def test_codes_are_cut_over_groups_too(
     for target in ("embed.weight", "head.weight"):
         assert half[target].numel * 2 == whole[target].numel
     dense = "layers.0.ffn.up.weight"
-    assert half[dense].numel * (1 if changes else 2) == whole[dense].numel
+    assert half[dense].numel * (2 if is_cut else 1) == whole[dense].numel
     up = half[dense].packed
     assert (up.codes is not None) == name.endswith("fp8"), "dense layers of K2 are plain"
     assert spread_logits.keys() == logits.keys()
