@@ -54,6 +54,7 @@ ARGUMENTS = {
     "bmla_experts": "plllllppppppppi",
     "bmla_attend": "pi",
     "bmla_norm": "plpppllfpi",
+    "bmla_act_mul": "plllpi",
     "bmla_rope": "pllllpplii",
     "bmla_write": "pppllli",
     "bmla_write_latent": "pppllplfppli",

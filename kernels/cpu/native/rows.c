@@ -116,3 +116,17 @@ void bmla_write(char *cache, const int64_t *slots, const char *x, long x_bytes, 
     for (long row = 0; row < rows; row++)
         memcpy(cache + slots[row] * row_bytes, x + row * x_bytes, (size_t)row_bytes);
 }
+
+/* out[F] = silu(x[:F]) * x[F:] */
+void bmla_act_mul(const bf16 *x, long x_stride, long rows, long width, bf16 *out, int threads) {
+    threads = useful_threads(0, 24 * rows * width, threads);
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (long row = 0; row < rows; row++)
+        for (long at = 0; at < width; at += TILE) {
+            const __mmask16 mask = first(width - at);
+            const __m512 gate = wide_some(x + row * x_stride + at, mask);
+            const __m512 up = wide_some(x + row * x_stride + width + at, mask);
+            _mm256_mask_storeu_epi16(out + row * width + at, mask,
+                                     narrow(_mm512_mul_ps(silu(gate), up)));
+        }
+}

@@ -36,7 +36,7 @@ class _Router(ctypes.Structure):
 
 
 class NativeRows:
-    """norm, add_norm, rope, write, write_latent and route."""
+    """norm, add_norm, act_mul, rope, write, write_latent and route."""
 
     def __init__(self, library: ctypes.CDLL, plain: Ops) -> None:
         self._library = library
@@ -73,6 +73,18 @@ class NativeRows:
             eps, _pointer(out_TM), torch.get_num_threads(),
         )  # fmt: skip
         return out_TM
+
+    def act_mul(self, gate_up_TF: torch.Tensor) -> torch.Tensor:
+        """silu of the first half times the second."""
+        if gate_up_TF.dim() != 2 or not _is_served(gate_up_TF):
+            return self._plain.act_mul(gate_up_TF)
+        num_rows, width = gate_up_TF.shape[0], gate_up_TF.shape[1] // 2
+        out_TF = gate_up_TF.new_empty(num_rows, width)
+        self._library.bmla_act_mul(
+            _pointer(gate_up_TF), gate_up_TF.stride(0), num_rows, width, _pointer(out_TF),
+            torch.get_num_threads(),
+        )  # fmt: skip
+        return out_TF
 
     def rope(
         self,

@@ -30,6 +30,7 @@ def compiled(plain: Ops, library: ctypes.CDLL, name: str) -> Ops:
         experts=served.experts,
         norm=rows.norm,
         add_norm=rows.add_norm,
+        act_mul=rows.act_mul,
         rope=rows.rope,
         write=rows.write,
         write_latent=rows.write_latent,
