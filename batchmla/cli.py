@@ -91,10 +91,7 @@ def plan(
     job: JobFile,
     overrides: Overrides = None,
     hardware: Annotated[
-        str | None,
-        typer.Option(
-            metavar="8xH200", help="Plan for another machine, or as 2x8xH200 for several."
-        ),
+        str | None, typer.Option(metavar="8xH200", help="Plan for other machines (2x8xH200: two).")
     ] = None,
     calibrate: Annotated[
         bool, typer.Option(help="Load the model and time some of its steps, for 20 seconds.")
