@@ -50,7 +50,8 @@ def _fresh_memory(num_bytes: int) -> torch.Tensor:
     In large pages where it has them: rows are written at random places, and each page of 4 KiB
     that is touched for the first time, or again after long, costs more than the row.
     """
-    area = mmap.mmap(-1, num_bytes + HUGE_PAGE_BYTES)
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # what is shared gets large pages more rarely
+    area = mmap.mmap(-1, num_bytes + HUGE_PAGE_BYTES, flags=flags)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with suppress(OSError):  # a system without them
             area.madvise(mmap.MADV_HUGEPAGE)

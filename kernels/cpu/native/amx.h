@@ -22,15 +22,18 @@ typedef struct {
     uint8_t rows[16];
 } TileConfig;
 
-/* Tiles 0-3: C of two row blocks times two column blocks; 4, 5: A; 6, 7: B. */
+/* Tiles 0-3: C of two row blocks times two column blocks; 4, 5: A; 6, 7: B. With one row block its C
+ * is in tiles 0 and 1, and A and B have the others in turns. */
 static inline void configure(int rows0, int rows1) {
     TileConfig config __attribute__((aligned(64)));
     memset(&config, 0, sizeof config);
     config.palette = 1;
     for (int tile = 0; tile < 8; tile++) config.row_bytes[tile] = 64;
     config.rows[0] = config.rows[1] = config.rows[4] = (uint8_t)rows0;
-    config.rows[2] = config.rows[3] = config.rows[5] = (uint8_t)(rows1 > 0 ? rows1 : 1);
+    config.rows[2] = config.rows[3] = (uint8_t)(rows1 > 0 ? rows1 : TILE);
+    config.rows[5] = (uint8_t)(rows1 > 0 ? rows1 : rows0);
     config.rows[6] = config.rows[7] = TILE;
+    __asm__ volatile("" ::"r"(&config) : "memory"); /* all of it is read */
     _tile_loadconfig(&config);
 }
 
@@ -48,35 +51,61 @@ static inline void zero_pair(int has_second) {
     }
 }
 
+/* Asks for the 2048 bytes that lie `ahead` bytes on; 0: for nothing. */
+static inline void ask_ahead(const bf16 *b, long ahead) {
+    if (!ahead) return;
+    for (long at = 0; at < 2048; at += 64)
+        _mm_prefetch((const char *)b + ahead + at, _MM_HINT_T1);
+}
+
+/* A load waits for the tile's former value, even though it replaces all of it, unless that was
+ * zeroed: so tiles are, after their last use. That halves the time where another thread has the
+ * core's other half. */
+
+/* One row block of A in tile `a` times two B tiles at one k. */
+#define ADD_ONE(a_tile, b0_tile, b1_tile, a, a_bytes, b) \
+    do {                                                  \
+        _tile_loadd(a_tile, a, a_bytes);                  \
+        _tile_loadd(b0_tile, b, 64);                      \
+        _tile_dpbf16ps(0, a_tile, b0_tile);               \
+        _tile_zero(b0_tile);                              \
+        _tile_loadd(b1_tile, (b) + TILE_VALUES, 64);      \
+        _tile_dpbf16ps(1, a_tile, b1_tile);               \
+        _tile_zero(a_tile);                               \
+        _tile_zero(b1_tile);                              \
+    } while (0)
+
 /* Adds one or two row blocks of A times two B tiles that lie side by side at every k. `a1` NULL: one
  * row block. `ahead`: bytes to fetch in advance, 0 when B is in a cache already. */
 static inline void add_pair(const bf16 *a0, const bf16 *a1, long a_bytes, const bf16 *b,
                             long depth_tiles, long ahead) {
     if (a1) {
         for (long k = 0; k < depth_tiles; k++, b += 2 * TILE_VALUES) {
-            if (ahead)
-                for (long at = 0; at < 2048; at += 64)
-                    _mm_prefetch((const char *)b + ahead + at, _MM_HINT_T0);
+            ask_ahead(b, ahead);
             _tile_loadd(4, a0 + k * DEPTH, a_bytes);
             _tile_loadd(6, b, 64);
             _tile_dpbf16ps(0, 4, 6);
             _tile_loadd(7, b + TILE_VALUES, 64);
             _tile_dpbf16ps(1, 4, 7);
+            _tile_zero(4);
             _tile_loadd(5, a1 + k * DEPTH, a_bytes);
             _tile_dpbf16ps(2, 5, 6);
+            _tile_zero(6);
             _tile_dpbf16ps(3, 5, 7);
+            _tile_zero(7);
+            _tile_zero(5);
         }
         return;
     }
-    for (long k = 0; k < depth_tiles; k++, b += 2 * TILE_VALUES) {
-        if (ahead)
-            for (long at = 0; at < 2048; at += 64)
-                _mm_prefetch((const char *)b + ahead + at, _MM_HINT_T0);
-        _tile_loadd(4, a0 + k * DEPTH, a_bytes);
-        _tile_loadd(6, b, 64);
-        _tile_dpbf16ps(0, 4, 6);
-        _tile_loadd(7, b + TILE_VALUES, 64);
-        _tile_dpbf16ps(1, 4, 7);
+    for (long k = 0; k + 1 < depth_tiles; k += 2, b += 4 * TILE_VALUES) {
+        ask_ahead(b, ahead);
+        ADD_ONE(4, 6, 7, a0 + k * DEPTH, a_bytes, b);
+        ask_ahead(b + 2 * TILE_VALUES, ahead);
+        ADD_ONE(5, 2, 3, a0 + (k + 1) * DEPTH, a_bytes, b + 2 * TILE_VALUES);
+    }
+    if (depth_tiles % 2) {
+        ask_ahead(b, ahead);
+        ADD_ONE(4, 6, 7, a0 + (depth_tiles - 1) * DEPTH, a_bytes, b);
     }
 }
 
@@ -89,6 +118,7 @@ static inline void dot_pair(const bf16 *a0, const bf16 *a1, long a_bytes, const 
 
 /* C tiles from float32 [rows][32]. */
 static inline void load_pair(const float *sums, int has_second) {
+    zero_pair(has_second);
     _tile_loadd(0, sums, PANEL * 4);
     _tile_loadd(1, sums + TILE, PANEL * 4);
     if (has_second) {

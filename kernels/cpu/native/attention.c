@@ -14,7 +14,7 @@ enum { KEY_TILES = 4, MOST_WIDTH = 4096, SCORE_LINES = 36, VALUE_LINES = 36 };
 /* Buffers of one thread. */
 typedef struct {
     bf16 *queries; /* [depth / 32][2 row tiles][16][16][2] */
-    bf16 *values;  /* [4][16][16][2] */
+    bf16 *values;  /* [2][4][16][16][2] */
     bf16 *shares;  /* [2 row tiles][4][16][32] */
     bf16 *gathered; /* [4][16][width of a lane] */
     float *scores; /* [128][32] */
@@ -70,18 +70,31 @@ static void score_tiles(const Job *job, Unit unit, const int64_t *pages, long po
             _tile_loadd(6, q, 64);
             _tile_loadd(4, key[0] + k, stride);
             _tile_dpbf16ps(0, 4, 6);
-            _tile_loadd(5, key[1] + k, stride);
-            _tile_dpbf16ps(1, 5, 6);
             if (row_tiles > 1) {
+                _tile_loadd(5, key[1] + k, stride);
+                _tile_dpbf16ps(1, 5, 6);
+                _tile_zero(6);
                 _tile_loadd(7, q + TILE_VALUES, 64);
                 _tile_dpbf16ps(2, 4, 7);
+                _tile_zero(4);
                 _tile_dpbf16ps(3, 5, 7);
-            } else if (count > 2) {
-                _tile_loadd(4, key[2] + k, stride);
-                _tile_dpbf16ps(2, 4, 6);
-                _tile_loadd(5, key[3] + k, stride);
-                _tile_dpbf16ps(3, 5, 6);
+                _tile_zero(5);
+                _tile_zero(7);
+                continue;
             }
+            _tile_zero(4);
+            _tile_loadd(5, key[1] + k, stride);
+            _tile_dpbf16ps(1, 5, 6);
+            _tile_zero(5);
+            if (count > 2) {
+                _tile_loadd(7, key[2] + k, stride);
+                _tile_dpbf16ps(2, 7, 6);
+                _tile_zero(7);
+                _tile_loadd(4, key[3] + k, stride);
+                _tile_dpbf16ps(3, 4, 6);
+                _tile_zero(4);
+            }
+            _tile_zero(6);
         }
     }
     const long step = TILE * ROWS;
@@ -109,13 +122,11 @@ static void scale_sums(float *sums, long width, const float *kept) {
 /* Tiles 2 and 3 are the second row tile, or with `is_wide` the next columns. */
 static void load_or_zero(float *sums, long width, long row_tiles, int is_wide, int is_first) {
     const long next = is_wide ? 2 * TILE : TILE * width;
+    _tile_zero(0);
+    _tile_zero(1);
     _tile_zero(2);
     _tile_zero(3);
-    if (is_first) {
-        _tile_zero(0);
-        _tile_zero(1);
-        return;
-    }
+    if (is_first) return;
     _tile_loadd(0, sums, 4 * width);
     _tile_loadd(1, sums + TILE, 4 * width);
     if (row_tiles == 1 && !is_wide) return;
@@ -143,35 +154,68 @@ static void lay_values(const bf16 *const *rows, long column, bf16 *tile) {
     }
 }
 
+/* 32 rows of the 32 or 64 columns from `column` on. */
+static void lay_step(const bf16 *const *rows, long column, int is_wide, bf16 *laid) {
+    lay_values(rows, column, laid);
+    if (is_wide) lay_values(rows, column + DEPTH, laid + 2 * TILE_VALUES);
+}
+
+/* C tiles += shares * values as they were laid. */
+static void add_step(const bf16 *shares, const bf16 *others, const bf16 *laid, long row_tiles,
+                     int is_wide) {
+    _tile_loadd(4, shares, 64);
+    _tile_loadd(6, laid, 64);
+    _tile_dpbf16ps(0, 4, 6);
+    if (row_tiles > 1) {
+        _tile_loadd(7, laid + TILE_VALUES, 64);
+        _tile_dpbf16ps(1, 4, 7);
+        _tile_zero(4);
+        _tile_loadd(5, others, 64);
+        _tile_dpbf16ps(2, 5, 6);
+        _tile_zero(6);
+        _tile_dpbf16ps(3, 5, 7);
+        _tile_zero(7);
+        _tile_zero(5);
+        return;
+    }
+    _tile_zero(6);
+    _tile_loadd(7, laid + TILE_VALUES, 64);
+    _tile_dpbf16ps(1, 4, 7);
+    _tile_zero(7);
+    if (is_wide) {
+        _tile_loadd(5, laid + 2 * TILE_VALUES, 64);
+        _tile_dpbf16ps(2, 4, 5);
+        _tile_zero(5);
+        _tile_loadd(6, laid + 3 * TILE_VALUES, 64);
+        _tile_dpbf16ps(3, 4, 6);
+        _tile_zero(6);
+    }
+    _tile_zero(4);
+}
+
 /* sums[rows, W] += shares * values of `keys` rows, a multiple of 32; `is_first`: from 0. Two row
- * tiles take two tiles of columns at once, one takes four. */
+ * tiles take two tiles of columns at once, one takes four. What the next product needs is laid
+ * before this one: a tile cannot be loaded from stores that are still under way. */
 static void add_values(Room *room, const bf16 *const *values, long row_tiles, long keys, long width,
                        int is_first, Ahead *ahead) {
     const bf16 *shares = room->shares, *others = shares + BLOCK / DEPTH * TILE_VALUES;
-    bf16 *laid = room->values;
-    for (long column = 0; column < width; column += row_tiles > 1 ? DEPTH : 2 * DEPTH) {
+    const long columns = row_tiles > 1 ? DEPTH : 2 * DEPTH;
+    long turn = 0;
+    lay_step(values, 0, row_tiles == 1 && DEPTH < width, room->values);
+    for (long column = 0; column < width; column += columns) {
         const int is_wide = row_tiles == 1 && column + DEPTH < width;
         float *sums = room->sums + column;
         load_or_zero(sums, width, row_tiles, is_wide, is_first);
-        for (long key = 0; key < keys; key += DEPTH) {
-            lay_values(values + key, column, laid);
-            if (is_wide) lay_values(values + key, column + DEPTH, laid + 2 * TILE_VALUES);
+        for (long key = 0; key < keys; key += DEPTH, turn ^= 1) {
+            const int is_last = key + DEPTH >= keys;
+            const long then = is_last ? column + columns : column;
+            if (then < width)
+                lay_step(is_last ? values : values + key + DEPTH, then,
+                         row_tiles == 1 && then + DEPTH < width,
+                         room->values + (turn ^ 1) * 4 * TILE_VALUES);
             fetch(ahead, VALUE_LINES);
-            _tile_loadd(4, shares + key * TILE, 64);
-            _tile_loadd(6, laid, 64);
-            _tile_dpbf16ps(0, 4, 6);
-            _tile_loadd(7, laid + TILE_VALUES, 64);
-            _tile_dpbf16ps(1, 4, 7);
-            if (row_tiles > 1) {
-                _tile_loadd(5, others + key * TILE, 64);
-                _tile_dpbf16ps(2, 5, 6);
-                _tile_dpbf16ps(3, 5, 7);
-            } else if (is_wide) {
-                _tile_loadd(6, laid + 2 * TILE_VALUES, 64);
-                _tile_dpbf16ps(2, 4, 6);
-                _tile_loadd(7, laid + 3 * TILE_VALUES, 64);
-                _tile_dpbf16ps(3, 4, 7);
-            }
+            add_step(shares + key * TILE, others + key * TILE,
+                     room->values + turn * 4 * TILE_VALUES, row_tiles, is_wide);
         }
         store_sums(sums, width, row_tiles, is_wide);
     }
@@ -272,8 +316,8 @@ static bf16 *take(char **at, long bytes) {
 }
 
 static long room_bytes(long key_width, long value_width) {
-    return 2 * (key_width / DEPTH * 2 + 4 + 2 * BLOCK / DEPTH) * TILE_VALUES + 4 * BLOCK * ROWS + 4 * ROWS * value_width +
-           2 * KEY_TILES * TILE * key_width + 512;
+    return 2 * (key_width / DEPTH * 2 + 8 + 2 * BLOCK / DEPTH) * TILE_VALUES +
+           4 * BLOCK * ROWS + 4 * ROWS * value_width + 2 * KEY_TILES * TILE * key_width + 512;
 }
 
 /* Memory of this thread, kept from call to call; NULL without memory. */
@@ -295,7 +339,7 @@ static Room make_room(char *at, const Job *job) {
     const long width = job->key.width + job->tail.width;
     return (Room){
         .queries = take(&at, 2 * width / DEPTH * 2 * TILE_VALUES),
-        .values = take(&at, 2 * 4 * TILE_VALUES),
+        .values = take(&at, 2 * 8 * TILE_VALUES),
         .shares = take(&at, 2 * (2 * BLOCK / DEPTH) * TILE_VALUES),
         .gathered = take(&at, 2 * KEY_TILES * TILE * width),
         .scores = (float *)take(&at, 4 * BLOCK * ROWS),

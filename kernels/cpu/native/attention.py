@@ -202,10 +202,9 @@ class NativeAttention:
             first_row_G = np.cumsum(spans.num_queries_G) - spans.num_queries_G
         num_rows, head_rows = len(q_NHD), dims.nope + dims.value
         q_NHX = q_NHD.new_empty(num_rows, dims.heads, dims.latent + dims.rope)
-        q_NHX[..., dims.latent :] = q_NHD[..., dims.nope :]
         self._heads(
             self._library.bmla_heads_up, q_NHD, num_rows, kv_b.plain, 0, head_rows * dims.latent,
-            (dims.nope, dims.latent), q_NHX, q_NHX.stride()[:2],
+            (dims.nope, dims.latent), q_NHX, q_NHX.stride()[:2], dims.rope,
         )  # fmt: skip
         z_NHC = q_NHX.new_empty(num_rows, dims.heads, dims.latent)
         self._attend(
@@ -234,12 +233,14 @@ class NativeAttention:
         sizes: tuple[int, int],
         out: torch.Tensor,
         out_strides: Sequence[int],
+        *more: int,
     ) -> None:
-        """A product for every head; its weight lies `step` elements behind the one before."""
+        """A product for every head; its weight lies `step` elements behind the one before. `more`
+        are further arguments of the product."""
         product(
             x_NHI.data_ptr(), *x_NHI.stride()[:2], num_rows,
             weight.data_ptr() + start * weight.element_size(), step, *sizes,
-            out.data_ptr(), *out_strides, x_NHI.shape[1], torch.get_num_threads(),
+            out.data_ptr(), *out_strides, x_NHI.shape[1], *more, torch.get_num_threads(),
         )  # fmt: skip
 
     def _expanded(

@@ -10,7 +10,7 @@
 
 #include "codes.h"
 
-enum { CHUNK_BYTES = 1 << 20, MOST_ROWS = 256, FEW_ROWS = 32, AHEAD_BYTES = 16384, MAX_UP_VALUES = 1 << 15 };
+enum { CHUNK_BYTES = 1 << 20, MOST_ROWS = 256, AHEAD_BYTES = 16384, MAX_UP_VALUES = 1 << 15 };
 
 /* Asks the system for the tiles' registers, once a process; 0: granted. */
 long bmla_request_tiles(void) { return syscall(SYS_arch_prctl, 0x1023, 18); }
@@ -78,7 +78,7 @@ static const float *panel_sums(Work *work, const bf16 *x, long x_stride, long ro
     if (some != work->configured) configure_rows(work->configured = some);
     const bf16 *a = x + row * x_stride;
     dot_pair(a, some > TILE ? a + TILE * x_stride : 0, 2 * x_stride,
-             weight.values + at * PANEL * depth, depth / DEPTH, rows <= FEW_ROWS ? AHEAD_BYTES : 0);
+             weight.values + at * PANEL * depth, depth / DEPTH, row == 0 ? AHEAD_BYTES : 0);
     store_pair(work->sums, some > TILE);
     return work->sums;
 }
@@ -146,11 +146,11 @@ static void interleave(const bf16 *up, long stride, long depth, bf16 *panel) {
     }
 }
 
-/* For every head h: out_h[T, O] = x_h[T, I] * up_h[I, O]; I and O are multiples of 32, I at most
- * 1024. */
+/* For every head h: out_h[T, O] = x_h[T, I] * up_h[I, O], and `tail` values behind x_h to behind
+ * out_h; I and O are multiples of 32, I at most 1024. */
 void bmla_heads_up(const bf16 *x, long x_stride, long x_step, long rows, const bf16 *up,
                    long up_step, long depth, long columns, bf16 *out, long out_stride,
-                   long out_step, long heads, int threads) {
+                   long out_step, long heads, long tail, int threads) {
     const long panels = columns / PANEL, group = smaller(panels, MAX_UP_VALUES / (depth * PANEL));
     const long groups = (panels + group - 1) / group, values = heads * depth * columns;
     threads = useful_threads(2 * rows * values, 2 * values, threads);
@@ -159,6 +159,9 @@ void bmla_heads_up(const bf16 *x, long x_stride, long x_step, long rows, const b
         bf16 laid[MAX_UP_VALUES] __attribute__((aligned(64)));
         long head = unit / groups, start = unit % groups * group;
         long some = smaller(group, panels - start), column = start * PANEL;
+        for (long row = 0; tail && start == 0 && row < rows; row++)
+            memcpy(out + row * out_stride + head * out_step + columns,
+                   x + row * x_stride + head * x_step + depth, 2 * (size_t)tail);
         for (long panel = 0; panel < some; panel++)
             interleave(up + head * up_step + column + panel * PANEL, columns, depth,
                        laid + panel * depth * PANEL);

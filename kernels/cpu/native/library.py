@@ -50,7 +50,7 @@ ARGUMENTS = {
     "bmla_request_tiles": "",
     "bmla_linear": "pllppllpplii",
     "bmla_heads": "plllplllpllli",
-    "bmla_heads_up": "plllplllpllli",
+    "bmla_heads_up": "plllplllplllli",
     "bmla_experts": "plllllppppppppi",
     "bmla_attend": "pi",
     "bmla_norm": "plpppllfpi",

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from batchmla.kernels.cpu.large_pages import WeightMemory
 from batchmla.kernels.cpu.native.quant import (
     code_bytes,
     codes_of,
@@ -98,6 +99,7 @@ class NativeProducts:
         self._library = library
         self._plain = plain
         self._scratch = scratch
+        self._memory = WeightMemory()
 
     def packed_bytes(
         self, kind: PackKind, shape: tuple[int, ...], dtype: torch.dtype | Scheme
@@ -125,8 +127,9 @@ class NativeProducts:
             weight = weight.expanded()
         if weight.device.type != "cpu" or not is_served(kind, tuple(weight.shape), weight.dtype):
             return self._plain.pack(kind, weight)
-        plain = weight if kind is PackKind.LATENT else None
-        return Packed(kind, tuple(weight.shape), plain, panels=lay_out(kind, weight))
+        plain = self._memory.keep(weight) if kind is PackKind.LATENT else None
+        panels = self._memory.keep(lay_out(kind, weight))
+        return Packed(kind, tuple(weight.shape), plain, panels=panels)
 
     def linear(
         self, x_TI: torch.Tensor, weight: Packed, bias_O: torch.Tensor | None

@@ -51,14 +51,15 @@ static inline int soften(const float *scores, bf16 *shares, long position, long 
                          float *kept) {
     const __m512 none = _mm512_set1_ps(-1e30f), scale = _mm512_set1_ps(factor);
     const __m512i seen = _mm512_loadu_si512(visible);
-    __m512 best = none;
-    if (is_whole)
-        for (long key = 0; key < keys; key++)
-            best = _mm512_max_ps(best, _mm512_loadu_ps(scores + key * ROWS));
-    else
-        for (long key = 0; key < keys; key++)
-            best = _mm512_mask_max_ps(best, sees(seen, position + key), best,
-                                      _mm512_loadu_ps(scores + key * ROWS));
+    __m512 most[4] = {none, none, none, none}; /* so that one need not wait for the other */
+    for (long key = 0; key < keys; key += 4)
+        for (long n = 0; n < 4; n++) {
+            __mmask16 mask = is_whole ? (__mmask16)0xffff : sees(seen, position + key + n);
+            most[n] = _mm512_mask_max_ps(most[n], mask, most[n],
+                                         _mm512_loadu_ps(scores + (key + n) * ROWS));
+        }
+    const __m512 best = _mm512_max_ps(_mm512_max_ps(most[0], most[1]),
+                                      _mm512_max_ps(most[2], most[3]));
     __m512 peak = _mm512_max_ps(running->peak, _mm512_mul_ps(best, scale));
     __m512 alpha = power_of_two(_mm512_sub_ps(running->peak, peak));
     int is_raised = _mm512_cmplt_ps_mask(running->peak, peak) != 0;
