@@ -35,8 +35,7 @@ def back(par: Par, made_RX: torch.Tensor, counts: Sequence[int]) -> torch.Tensor
 def sum_over_groups(
     par: Par, make: Callable[[torch.Tensor], torch.Tensor], x_TM: torch.Tensor
 ) -> torch.Tensor:
-    """[T, M] → [T, M]: the sum of what `make` gives for the rows in every group, in float32 in the
-    groups' order."""
+    """[T, M] → [T, M]: the sum, in float32, of what `make` gives for the rows in every group."""
     found = []
     for first, counts in pieces(par.group_rows):
         own = counts[par.placement.group]
