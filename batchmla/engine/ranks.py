@@ -24,6 +24,7 @@ logger = logging.getLogger(__name__)
 Stage = Literal["here", "ready"]  # the process runs; it has its weights
 STAGES: tuple[Stage, ...] = ("here", "ready")
 ROUND_S = 0.25  # of the watch
+MOST_ROUND_S = 2 * ROUND_S  # that a round counts: while this process is stopped, nobody is silent
 SILENCE_S = 15.0  # without a sign of life, after which a rank hangs
 START_S = 120.0  # the same until its process runs: imports may come from a slow disk
 BLAME_S = 5.0  # for the watch to find why a step failed
@@ -164,16 +165,19 @@ class Ranks:
 
     def _watch(self) -> None:
         """Notes the first fault and ends all ranks then, so that nobody waits for ever."""
-        silent = dict.fromkeys(self._followers, 0)  # rounds; none pass while this one is stopped
+        silent_s = dict.fromkeys(self._followers, 0.0)
+        looked_s = time.monotonic()
         while not self._is_ending.wait(ROUND_S) and self._fault is None:
+            round_s = min(time.monotonic() - looked_s, MOST_ROUND_S)
+            looked_s = time.monotonic()
             for rank, follower in self._followers.items():
                 end = follower.end  # before its last report
                 reports = follower.reports()
-                silent[rank] = 0 if reports else silent[rank] + 1
+                silent_s[rank] = 0.0 if reports else silent_s[rank] + round_s
                 for report in reports:
                     self._take(rank, report)
                 if self._fault is None and not self._is_ending.is_set():
-                    self._fault = self._judge(rank, end, silent[rank])
+                    self._fault = self._judge(rank, end, silent_s[rank])
         if self._fault is not None:
             self._launch.failed(self._fault)
             self._kill()
@@ -192,7 +196,7 @@ class Ranks:
             if not self._missing[report.kind]:
                 self._reached[report.kind].set()
 
-    def _judge(self, rank: int, end: str | None, silent: int) -> Exception | None:
+    def _judge(self, rank: int, end: str | None, silent_s: float) -> Exception | None:
         """What is wrong with a rank that said nothing of a fault."""
         if rank in self._bereft:
             return None
@@ -202,7 +206,7 @@ class Ranks:
                 "a look at the system's log (the kernel's out-of-memory killer also does this)"
             )
         allowed_s = START_S if rank in self._missing["here"] else SILENCE_S
-        if silent * ROUND_S >= allowed_s:
+        if silent_s >= allowed_s:
             return LostPeer(
                 f"rank {rank} has given no sign of life for {allowed_s:.0f} s; run the same "
                 "command again to go on with the rows left"

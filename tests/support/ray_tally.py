@@ -24,6 +24,7 @@ class TallyJob:
     replicas: int = 1
     max_tokens: int = 60
     tensor: int = 1
+    groups: int = 1  # of attention, to which the experts are dealt
     rows: int = ROWS
 
     def write(self, name: str) -> Path:
@@ -33,7 +34,8 @@ class TallyJob:
         source.write_text("\n".join(lines) + "\n")
         job: dict[str, Any] = {
             "model": {"path": "builtin:tally", "device": "cpu", "dtype": "float32",
-                      "parallel": {"tensor": self.tensor}},
+                      "parallel": {"tensor": self.tensor, "expert": self.groups,
+                                   "attention_data": self.groups}},
             "input": {"path": str(source), "id": "id"},
             "prompt": {"raw": "text"},
             "sampling": {
