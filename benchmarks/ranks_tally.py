@@ -4,8 +4,10 @@ a tie the two tokens were where they part.
     python benchmarks/ranks_tally.py --rows 200
 
 Every sum over ranks is made in another order than one rank makes it, so a near-tie may fall the
-other way. Writes benchmarks/results/ranks-tally.json, and ends with 1 where fewer than 99.5 % of
-the rows are the same or rows part where there was no near-tie.
+other way. A near-tie is a gap between the best two logits no larger than what another size of its
+batches alone changes a gap by on one rank, at most; it is told beside the median gap. Writes
+benchmarks/results/ranks-tally.json, and ends with 1 where fewer than 99.5 % of the rows are the
+same or rows part where there was no near-tie.
 """
 
 import argparse
@@ -33,7 +35,7 @@ from examples.tally.documents import heldout_documents
 FOLDER = find_model("builtin:tally")
 RESULT = Path(__file__).parent / "results" / "ranks-tally.json"
 SAME_SHARE = 0.995  # of rows, at least
-NEAR_TIES = {"float32": 1e-4, "bfloat16": 1e-2}  # gaps, as a share of the median one
+ROWS_AT_ONCE, OTHER_ROWS_AT_ONCE = 100, 64
 PLACEMENTS = {
     "tensor 2": (2, 1, 1),
     "attention_data 2": (1, 1, 2),
@@ -94,13 +96,19 @@ def watch(engine: EngineCore) -> dict[tuple[int, int], tuple[float, float]]:
     return seen
 
 
-def answer(prompts: list[Prompt], sizes: tuple[int, int, int], dtype: str) -> Answers:
+def answer(
+    prompts: list[Prompt],
+    sizes: tuple[int, int, int],
+    dtype: str,
+    rows_at_once: int = ROWS_AT_ONCE,
+) -> Answers:
     """All rows on so many ranks."""
     tensor, expert, attention_data = sizes
     engine = load_engine(
         EngineOptions(
-            model=str(FOLDER), device="cpu", dtype=dtype, max_num_seqs=64,  # type: ignore[arg-type]
-            tensor_parallel=tensor, expert_parallel=expert, attention_data=attention_data,
+            model=str(FOLDER), device="cpu", dtype=dtype,  # type: ignore[arg-type]
+            max_num_seqs=rows_at_once, tensor_parallel=tensor, expert_parallel=expert,
+            attention_data=attention_data,
         )
     )  # fmt: skip
     best, start_s = watch(engine), time.perf_counter()
@@ -125,10 +133,27 @@ def differences(alone: Answers, spread: Answers) -> list[Difference]:
     return found
 
 
+def largest_change(one: Answers, other: Answers) -> float:
+    """Of a gap between the best two logits, between two runs of one rank, wherever all tokens
+    before are the same; where the runs part, the two best have changed places."""
+    parted = {each.row: each.position for each in differences(one, other)}
+    largest = 0.0
+    for (row, position), (first, second) in one.best.items():
+        end = parted.get(row)
+        if end is not None and position > end:
+            continue
+        first_b, second_b = other.best[row, position]
+        sign = -1.0 if position == end else 1.0
+        largest = max(largest, abs((first - second) - sign * (first_b - second_b)))
+    return largest
+
+
 def compare(num_rows: int, dtype: str) -> dict[str, Any]:
     """One placement after the other against one rank."""
     prompts = make_prompts(num_rows)
     alone = answer(prompts, (1, 1, 1), dtype)
+    again = answer(prompts, (1, 1, 1), dtype, OTHER_ROWS_AT_ONCE)
+    near_tie = largest_change(alone, again)
     median_gap = float(np.median([first - second for first, second in alone.best.values()]))
     found: dict[str, Any] = {
         "dtype": dtype,
@@ -136,22 +161,28 @@ def compare(num_rows: int, dtype: str) -> dict[str, Any]:
         "generated_tokens": sum(map(len, alone.ids.values())),
         "longest_answer": max(map(len, alone.ids.values())),
         "median_gap": median_gap,
-        "near_tie": NEAR_TIES[dtype] * median_gap,
+        "near_tie": near_tie,
+        "rows_same_in_other_batches": num_rows - len(differences(alone, again)),
         "one_rank_s": round(alone.seconds, 2),
     }
     for name, sizes in PLACEMENTS.items():
         spread = answer(prompts, sizes, dtype)
         differing = differences(alone, spread)
-        same_share = 1 - len(differing) / num_rows
         found[name] = {
-            "same_share": same_share,
-            "holds": same_share >= SAME_SHARE
-            and all(each.gap <= NEAR_TIES[dtype] * median_gap for each in differing),
+            "same_share": 1 - len(differing) / num_rows,
             "largest_gap": max((each.gap for each in differing), default=0.0),
             "differences": [asdict(each) for each in differing],
             "seconds": round(spread.seconds, 2),
         }
     return found
+
+
+def holds(found: dict[str, Any]) -> bool:
+    """Whether in one dtype every placement gives nearly every row, and others by near-ties."""
+    return all(
+        found[name]["same_share"] >= SAME_SHARE and found[name]["largest_gap"] <= found["near_tie"]
+        for name in PLACEMENTS
+    )
 
 
 def main() -> None:
@@ -160,11 +191,11 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=RESULT)
     arguments = parser.parse_args()
     found = []
-    for dtype in NEAR_TIES:
+    for dtype in ("bfloat16", "float32"):
         found.append(compare(arguments.rows, dtype))
         print(json.dumps(found[-1], indent=1), flush=True)
-    arguments.output.write_text(json.dumps(found, indent=1) + "\n")
-    if not all(each[name]["holds"] for each in found for name in PLACEMENTS):
+        arguments.output.write_text(json.dumps(found, indent=1) + "\n")
+    if not all(map(holds, found)):
         raise SystemExit(1)
 
 
