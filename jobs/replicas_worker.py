@@ -168,18 +168,29 @@ class Worker:
         )
 
     async def _wait_for_process(self) -> None:
-        """Until Ray has put the replica somewhere and another process than the dead one answers."""
-        from ray.exceptions import ActorUnavailableError
+        """Until Ray has put the replica somewhere and another process than the dead one answers.
+
+        Raises `DeviceError` where the cluster knows nothing of the replica any more.
+        """
+        from ray.exceptions import ActorUnavailableError, RayActorError
 
         self.phase = Phase.PLACING
         while True:
-            if await asyncio.to_thread(self._group.wait, 1):
-                self.was_placed = True
-                with suppress(ActorUnavailableError):  # it is being started
-                    name = await self._actor.process.remote()
-                    if name != self._process:
-                        self._process, self.phase = name, Phase.LOADING
-                        return
+            try:
+                if await asyncio.to_thread(self._group.wait, 1):
+                    self.was_placed = True
+                    with suppress(ActorUnavailableError):  # it is being started
+                        name = await self._actor.process.remote()
+                        if name != self._process:
+                            self._process, self.phase = name, Phase.LOADING
+                            return
+            except RayActorError:
+                raise
+            except Exception as error:  # whatever Ray raises where there is no cluster
+                raise DeviceError(
+                    f"the Ray cluster is gone, or has forgotten {self.name} ({first_line(error)}); "
+                    "finished rows are saved, the same command goes on"
+                ) from error
             await asyncio.sleep(self._patience.look_s)
 
     def _free(self) -> None:
