@@ -38,7 +38,7 @@ def shared_prefixes(step: Step, sequences: HostInts) -> list[Cluster]:
     pages_SP = step.pages_SP[:, :most].numpy()[sequences].copy()
     absent = np.arange(most) >= whole_S[:, None]
     pages_SP[absent] = -1 - np.nonzero(absent)[0]  # no two sequences are equal there
-    found = _split(pages_SP, np.arange(len(sequences)), 0, step.page_tokens)
+    found = _split(pages_SP, step.page_tokens)
     if not found:
         return [alone]
     clusters = [Cluster(sequences[members], num * step.page_tokens) for members, num in found]
@@ -46,35 +46,57 @@ def shared_prefixes(step: Step, sequences: HostInts) -> list[Cluster]:
     return [*clusters, Cluster(rest, 0)] if len(rest) else clusters
 
 
-def _split(
-    pages_SP: Pages, members: HostInts, depth: int, page_tokens: int
-) -> list[tuple[HostInts, int]]:
-    """Clusters among `members`, which share `depth` pages, that save the most keys.
+@dataclass(slots=True)
+class _Branch:
+    """Sequences from place `first` of the order on, which share `depth` pages; and what was found
+    among them so far, with the keys that it saves."""
 
-    Either all of them share what they have in common, or they part where they differ next.
+    depth: int
+    first: int
+    found: list[tuple[HostInts, int]]
+    saved_keys: int = 0
+
+    def take(self, found: list[tuple[HostInts, int]], saved_keys: int) -> None:
+        """What was found in a branch of this one."""
+        self.found += found
+        self.saved_keys += saved_keys
+
+
+def _split(pages_SP: Pages, page_tokens: int) -> list[tuple[HostInts, int]]:
+    """Clusters that save the most keys, each with how many pages it shares.
+
+    Side by side in the order of their pages, sequences branch where neighbours differ. A branch
+    ends where neighbours share less; then either all of it share what they have in common, or what
+    was found in its own branches stays. One pass, however deep they lie.
     """
-    if depth == pages_SP.shape[1]:
-        parts = [members]
-    else:
-        order = np.argsort(pages_SP[members, depth], kind="stable")
-        ids = pages_SP[members[order], depth]
-        parts = np.split(members[order], np.flatnonzero(np.diff(ids)) + 1)
-    deeper: list[tuple[HostInts, int]] = []
-    for part in parts:
-        if len(part) > 1 and depth < pages_SP.shape[1]:
-            deeper += _split(pages_SP, part, _common(pages_SP[part], depth + 1), page_tokens)
-    together = (np.sort(members), depth)
-    saved = _saved_keys(*together, page_tokens)
-    if saved >= MIN_SAVED_KEYS and saved > sum(_saved_keys(*one, page_tokens) for one in deeper):
-        return [together]
-    return deeper
+    order = _in_order(pages_SP)
+    open_branches = [_Branch(0, 0, [])]
+    for end, depth in enumerate([*_common(pages_SP[order]), 0], start=1):
+        first, found, saved_keys = end - 1, list[tuple[HostInts, int]](), 0
+        while open_branches[-1].depth > depth:
+            branch = open_branches.pop()
+            branch.take(found, saved_keys)
+            first, found, saved_keys = branch.first, branch.found, branch.saved_keys
+            together = (end - first - 1) * branch.depth * page_tokens
+            if together >= MIN_SAVED_KEYS and together > saved_keys:
+                found, saved_keys = [(np.sort(order[first:end]), branch.depth)], together
+        if open_branches[-1].depth < depth:
+            open_branches.append(_Branch(depth, first, found, saved_keys))
+        else:
+            open_branches[-1].take(found, saved_keys)
+    return open_branches[0].found
 
 
-def _saved_keys(members: HostInts, num_pages: int, page_tokens: int) -> int:
-    return (len(members) - 1) * num_pages * page_tokens
+def _in_order(pages_SP: Pages) -> HostInts:
+    """The sequences in the order of their first page, then of their second, …"""
+    rows_SP = np.ascontiguousarray(pages_SP.astype(">i8"))
+    order_S: HostInts = np.argsort(rows_SP.view(f"V{rows_SP.shape[1] * 8}")[:, 0], kind="stable")
+    return order_S
 
 
-def _common(pages_SP: Pages, depth: int) -> int:
-    """How many leading pages all rows have in common, `depth` of them known."""
-    is_same_P = (pages_SP[:, depth:] == pages_SP[0, depth:]).all(axis=0)
-    return depth + (len(is_same_P) if is_same_P.all() else int(is_same_P.argmin()))
+def _common(pages_SP: Pages) -> list[int]:
+    """How many leading pages each row has in common with the next."""
+    differs_SP = pages_SP[1:] != pages_SP[:-1]
+    depth_S = np.where(differs_SP.any(axis=1), differs_SP.argmax(axis=1), pages_SP.shape[1])
+    found: list[int] = depth_S.tolist()
+    return found

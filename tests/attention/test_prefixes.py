@@ -1,12 +1,14 @@
 """Which sequences are attended together behind keys they share."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
 from batchmla.attention.groups import make_groups
 from batchmla.attention.mla import expanded_keys
-from batchmla.attention.prefixes import shared_prefixes
+from batchmla.attention.prefixes import MIN_SAVED_KEYS, shared_prefixes
 from batchmla.kv.step import Step
 
 PAGE_TOKENS = 16
@@ -107,3 +109,52 @@ def test_a_shared_key_is_expanded_once() -> None:
     shapes = [(10, 1000), (20, 1000), (1, 1000), (30, 64), (9, 970)]
     step = make_step(shapes, [LONG, LONG, LONG, [], LONG])
     assert expanded_keys(step).tolist() == [40 + 320, 40 + 320, 1000, 64, 10 + 320]
+
+
+def most_saved(pages: list[list[int]], depth: int = 0) -> int:
+    """Keys that clusters save at best, by trying at every branch whether to part there."""
+    branches: dict[int, list[list[int]]] = {}
+    for ids in pages:
+        if len(ids) > depth:
+            branches.setdefault(ids[depth], []).append(ids)
+    together = (len(pages) - 1) * depth * PAGE_TOKENS
+    apart = sum(most_saved(branch, depth + 1) for branch in branches.values())
+    return max(apart, together if together >= MIN_SAVED_KEYS else 0)
+
+
+def test_clusters_save_the_most_keys() -> None:
+    rng = np.random.default_rng(0)
+    num_clusters = 0
+    for _ in range(200):
+        count, depth = int(rng.integers(2, 40)), int(rng.integers(1, 14))
+        steps = (rng.random((count, depth)) < rng.choice([0.02, 0.1, 0.3])).cumsum(axis=1)
+        table = (steps + 50 * np.arange(depth)).tolist()  # a page has one place in all prefixes
+        shared = [row[: int(rng.integers(depth // 2, depth + 1))] for row in table]
+        step = make_step([(1, depth * PAGE_TOKENS + 1)] * count, shared)
+        found = [(members, keys) for members, keys in clusters(step) if keys]
+        num_clusters += len(found)
+        pages = step.pages_SP.numpy()
+        for members, keys in found:
+            assert len(np.unique(pages[members, : keys // PAGE_TOKENS], axis=0)) == 1
+        placed = [member for members, _ in found for member in members]
+        assert len(placed) == len(set(placed))
+        saved = sum((len(members) - 1) * keys for members, keys in found)
+        assert saved == most_saved([row[:-1] for row in pages.tolist()])
+    assert num_clusters > 40
+
+
+def test_sequences_may_branch_at_every_page() -> None:
+    """Each prompt goes on where the one before it ends, more of them than calls may be nested."""
+    count = 1200
+    pages = np.arange(1, count + 2)
+    context = np.arange(1, count + 1) * PAGE_TOKENS + 1
+    step = make_step([(1, PAGE_TOKENS)] * 2, [[]] * 2)
+    table = np.where(np.arange(count + 1) < np.arange(1, count + 1)[:, None], pages, 0)
+    table[np.arange(count), np.arange(1, count + 1)] = count + 2 + np.arange(count)
+    step = replace(
+        step, tokens_T=torch.zeros(count, dtype=torch.int64), pages_SP=torch.from_numpy(table),
+        host_starts_S1=np.arange(count + 1), host_context_S=context, host_prompt_S=context,
+    )  # fmt: skip
+    (behind, shared), (rest, nothing) = clusters(step)
+    assert (behind, shared) == (list(range(599, count)), 600 * PAGE_TOKENS)
+    assert (rest, nothing) == (list(range(599)), 0)
