@@ -9,8 +9,9 @@ import torch
 
 from batchmla import kernels
 from batchmla.engine.config import EngineConfig
-from batchmla.engine.forward import Forward
+from batchmla.engine.forward import Forward, is_out_of_memory
 from batchmla.engine.graphs import CudaRecorder
+from batchmla.errors import DeviceError
 from batchmla.models import get_family
 from batchmla.models.base import Model
 from batchmla.models.load import load_model
@@ -44,19 +45,10 @@ class RankPlan:
 
 
 def build_forward(plan: RankPlan, par: Par) -> Forward:
-    """Loads the rank's share of the weights and allocates its cache."""
+    """Loads the rank's share of the weights and allocates its cache; raises `DeviceError` where
+    they do not fit."""
     config = plan.config
-    model = load_model(
-        plan.folder,
-        plan.raw_config,
-        config.placement,
-        par,
-        kernels.load(config.backend, exact=config.deterministic),
-        getattr(torch, config.dtype),
-        plan.device,
-        config.load_format,
-        keeps_quantised=config.keeps_quantised,
-    )
+    model = _load(plan, par)
     return Forward(
         model,
         config.layout,
@@ -70,6 +62,29 @@ def build_forward(plan: RankPlan, par: Par) -> Forward:
         recorder=CudaRecorder() if _is_recorded(config, model) else None,
         max_model_len=config.max_model_len,
     )
+
+
+def _load(plan: RankPlan, par: Par) -> Model:
+    config = plan.config
+    try:
+        return load_model(
+            plan.folder,
+            plan.raw_config,
+            config.placement,
+            par,
+            kernels.load(config.backend, exact=config.deterministic),
+            getattr(torch, config.dtype),
+            plan.device,
+            config.load_format,
+            keeps_quantised=config.keeps_quantised,
+        )
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise DeviceError(
+            f"memory ran out while the weights of {plan.folder} were loaded; free some, or spread "
+            "the model by model.parallel over more devices"
+        ) from error
 
 
 def _is_recorded(config: EngineConfig, model: Model) -> bool:

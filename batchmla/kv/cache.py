@@ -1,16 +1,13 @@
 """The tensors behind a `KVLayout`."""
 
 import math
-import mmap
-from contextlib import suppress
 
 import torch
 
+from batchmla.kernels.cpu.large_pages import large_pages
 from batchmla.kv.layout import KVLayout, KVPart
 
 LayerCache = dict[str, torch.Tensor]
-
-HUGE_PAGE_BYTES = 2 << 20
 
 
 def make_cache(
@@ -41,20 +38,4 @@ def _zeros(part: KVPart, shape: tuple[int, int, int], device: torch.device) -> t
     dtype = getattr(torch, part.dtype)
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    return _fresh_memory(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
-
-
-def _fresh_memory(num_bytes: int) -> torch.Tensor:
-    """Zeroed bytes on the host, which the system gives as they are touched: no slow start.
-
-    In large pages where it has them: rows are written at random places, and each page of 4 KiB
-    that is touched for the first time, or again after long, costs more than the row.
-    """
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # what is shared gets large pages more rarely
-    area = mmap.mmap(-1, num_bytes + HUGE_PAGE_BYTES, flags=flags)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with suppress(OSError):  # a system without them
-            area.madvise(mmap.MADV_HUGEPAGE)
-    buffer = torch.frombuffer(area, dtype=torch.uint8)
-    start = -buffer.data_ptr() % HUGE_PAGE_BYTES
-    return buffer[start : start + num_bytes]
+    return large_pages(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)

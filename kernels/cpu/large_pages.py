@@ -1,5 +1,8 @@
-"""Memory for weights in large pages, where the system has them: products read all weights in every
-step, and with pages of 4 KiB they wait for the places of those as often as for the values."""
+"""Memory in large pages, where the system has them.
+
+Products read all weights in every step, and rows of a cache are written and read at random places:
+with pages of 4 KiB both wait for the places of those as often as for the values.
+"""
 
 import mmap
 from contextlib import suppress
@@ -13,9 +16,12 @@ LINE_BYTES = 64
 
 def large_pages(num_bytes: int) -> torch.Tensor:
     """Zeroed bytes, which the system gives as they are touched; freed with the last tensor that
-    views them."""
+    views them. Raises `MemoryError` where there are not so many."""
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # what is shared gets large pages more rarely
-    area = mmap.mmap(-1, num_bytes + LARGE_PAGE_BYTES, flags=flags)
+    try:
+        area = mmap.mmap(-1, num_bytes + LARGE_PAGE_BYTES, flags=flags)
+    except OSError as error:
+        raise MemoryError(f"{num_bytes} bytes could not be allocated") from error
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with suppress(OSError):  # a system without them
             area.madvise(mmap.MADV_HUGEPAGE)

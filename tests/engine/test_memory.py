@@ -3,13 +3,17 @@
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
-from fakes import ListSource, make_prompt
+from fakes import FakeModel, ListSource, fake_layout, make_prompt
 from tiny import write_tiny
 
 from batchmla.core import EngineOptions, SamplingParams
+from batchmla.engine import build
 from batchmla.engine.engine import load_engine
+from batchmla.engine.forward import Forward
 from batchmla.engine.memory import PeakMemory
+from batchmla.errors import DeviceError
 
 CPU = torch.device("cpu")
 MIB = 2**20
@@ -45,3 +49,24 @@ def test_an_engine_tells_what_it_took(tmp_path: Path) -> None:
     assert all(each.error is None for each in engine.generate(ListSource([prompt])))
     assert 0 < engine.stats().peak_bytes < 2**31
     engine.close()
+
+
+def test_a_pool_beyond_all_memory_is_told() -> None:
+    with pytest.raises(DeviceError, match=r"the KV pool of \d+ bytes could not be allocated"):
+        Forward(FakeModel(), fake_layout(), 1 << 50, 1, CPU)
+
+
+@pytest.mark.parametrize(
+    "error", [MemoryError("8 bytes"), RuntimeError("DefaultCPUAllocator: can't allocate memory")]
+)
+def test_weights_that_find_no_memory_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def load(*_: object, **__: object) -> None:
+        raise error
+
+    write_tiny(tmp_path, "llama")
+    monkeypatch.setattr(build, "load_model", load)
+    options = EngineOptions(model=str(tmp_path), device="cpu", max_model_len=64, max_num_seqs=2)
+    with pytest.raises(DeviceError, match=f"memory ran out while the weights of {tmp_path} were"):
+        load_engine(options)

@@ -1,5 +1,6 @@
 """Weights in large pages: what is kept, and where it lies."""
 
+import pytest
 import torch
 
 from batchmla.kernels.cpu.large_pages import (
@@ -53,3 +54,8 @@ def test_memory_begins_at_a_large_page_and_is_zero() -> None:
     memory = large_pages(LARGE_PAGE_BYTES + 5)
     assert memory.data_ptr() % LARGE_PAGE_BYTES == 0
     assert len(memory) == LARGE_PAGE_BYTES + 5 and not bool(memory.any())
+
+
+def test_more_than_there_can_be_is_no_memory() -> None:
+    with pytest.raises(MemoryError, match="bytes could not be allocated"):
+        large_pages(1 << 60)
