@@ -22,7 +22,6 @@ from batchmla.kernels.ops import Ops, PackKind
 from batchmla.layers.across import piece_rows
 from batchmla.layers.block import Block, walk
 from batchmla.layers.mlp import GatedMlp
-from batchmla.layers.oai_moe import OaiMlp
 from batchmla.models import get_family
 from batchmla.parallel import Par
 from batchmla.placement import Placement
@@ -105,9 +104,7 @@ def exchange_of(raw_config: Mapping[str, Any], ops: Ops, itemsize: int) -> Excha
     experts = [each for each in weights.values() if each.kind is PackKind.EXPERTS_UP]
     share = experts[0].active_share if experts else 0.0
     dense = [
-        each
-        for each in walk(model)
-        if isinstance(each, GatedMlp | OaiMlp) and each.group_unit is not None
+        each for each in walk(model) if isinstance(each, GatedMlp) and each.group_unit is not None
     ]
     width = weights["embed.weight"].shape[-1]
     return Exchange(

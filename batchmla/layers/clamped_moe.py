@@ -2,13 +2,14 @@
 choose by token id. T tokens, M width, E experts, A active ones, V vocabulary."""
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from batchmla.kernels.ops import Ops, PackKind
 from batchmla.layers.block import Block, Weight
 from batchmla.layers.experts import SpreadExperts
-from batchmla.layers.linear import ColLinear, RowLinear
+from batchmla.layers.mlp import GatedMlp
 from batchmla.parallel import Par
 
 
@@ -24,20 +25,6 @@ class ClampedMoeDims:
     scale: float
     limit: float
     vocab_size: int
-
-
-class ClampedMlp(Block):
-    """down( silu(min(gate x, L)) · clamp(up x, ±L) ); the caller sums over ranks."""
-
-    def __init__(self, par: Par, ops: Ops, width: int, ffn_width: int, limit: float) -> None:
-        self.up = ColLinear(par, ops, width, ffn_width, ffn_width)
-        self.down = RowLinear(par, ops, ffn_width, width, is_summed=False)
-        self._act_mul = ops.hybrid.clamped_act_mul
-        self._limit = limit
-
-    def forward(self, x_TM: torch.Tensor) -> torch.Tensor:
-        """[T, M] → [T, M]."""
-        return self.down.forward(self._act_mul(self.up.forward(x_TM), self._limit))
 
 
 class ClampedMoe(Block):
@@ -63,7 +50,10 @@ class ClampedMoe(Block):
         )
         self.shared = None
         if dims.shared_width:
-            self.shared = ClampedMlp(par, ops, dims.width, dims.shared_width, dims.limit)
+            act_mul = partial(ops.hybrid.clamped_act_mul, limit=dims.limit)
+            self.shared = GatedMlp(
+                par, ops, dims.width, dims.shared_width, is_summed=False, act_mul=act_mul
+            )
         self.spread = SpreadExperts(par, dims.num_experts, dims.width, dims.active)
         self.dims = dims
         self._par = par

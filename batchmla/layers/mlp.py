@@ -1,8 +1,8 @@
-"""The gated MLP: down( silu(gate x) · up x ). T tokens, M width, F ffn width."""
+"""The gated MLP: down( act(gate x) · up x ). T tokens, M width, F ffn width."""
 
 import torch
 
-from batchmla.kernels.ops import Ops
+from batchmla.kernels.ops import ActMulOp, Ops
 from batchmla.layers.across import sum_over_groups
 from batchmla.layers.block import Block
 from batchmla.layers.linear import ColLinear, RowLinear
@@ -11,7 +11,7 @@ from batchmla.parallel import Par
 
 class GatedMlp(Block):
     """gate and up are one product; with `is_summed` false the caller sums over the ranks of a
-    group.
+    group. `act_mul` makes [T, 2F] one [T, F], by default by silu.
 
     With a `group_unit` the attention groups cut it among them, where each gets whole units of its
     features; every rank must call `forward` or `serve` then.
@@ -26,6 +26,7 @@ class GatedMlp(Block):
         *,
         is_summed: bool = True,
         group_unit: int | None = None,
+        act_mul: ActMulOp | None = None,
     ) -> None:
         self.group_unit = group_unit
         self._groups = 1
@@ -33,7 +34,7 @@ class GatedMlp(Block):
             self._groups = par.placement.common(par.placement.local(ffn_width), group_unit)
         self.up = ColLinear(par, ops, width, ffn_width, ffn_width, groups=self._groups)
         self.down = RowLinear(par, ops, ffn_width, width, is_summed=False, groups=self._groups)
-        self._act_mul = ops.act_mul
+        self._act_mul = act_mul or ops.act_mul
         self._par = par
         self._is_summed = is_summed
         self._width = width

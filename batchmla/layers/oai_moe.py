@@ -2,15 +2,15 @@
 A active ones."""
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from batchmla.kernels.block_sparse_ops import OaiGate
 from batchmla.kernels.ops import Ops, PackKind, RouterDims
-from batchmla.layers.across import sum_over_groups
 from batchmla.layers.block import Block, Weight
 from batchmla.layers.experts import SpreadExperts
-from batchmla.layers.linear import ColLinear, RowLinear
+from batchmla.layers.mlp import GatedMlp
 from batchmla.layers.moe import Router
 from batchmla.parallel import Par
 
@@ -27,48 +27,22 @@ class OaiMoeDims:
     gate: OaiGate
 
 
-class OaiMlp(Block):
-    """gate and up are one product; with `is_summed` false the caller sums over the ranks of a
-    group. `group_unit` as for `GatedMlp`."""
-
-    def __init__(
-        self,
-        par: Par,
-        ops: Ops,
-        width: int,
-        ffn_width: int,
-        gate: OaiGate,
-        *,
-        is_summed: bool = True,
-        group_unit: int | None = None,
-    ) -> None:
-        self.group_unit = group_unit
-        self._groups = 1
-        if group_unit is not None:
-            self._groups = par.placement.common(par.placement.local(ffn_width), group_unit)
-        self.up = ColLinear(par, ops, width, ffn_width, ffn_width, groups=self._groups)
-        self.down = RowLinear(par, ops, ffn_width, width, is_summed=False, groups=self._groups)
-        self._act_mul = ops.blocks.act_mul
-        self._gate = gate
-        self._par = par
-        self._is_summed = is_summed
-        self._width = width
-
-    def forward(self, x_TM: torch.Tensor) -> torch.Tensor:
-        """[T, M] → [T, M]."""
-        y_TM = self._run(x_TM) if self._groups == 1 else self._run_common(x_TM)
-        return self._par.sum(y_TM) if self._is_summed else y_TM
-
-    def serve(self, dtype: torch.dtype, device: torch.device) -> None:
-        """See `Serving`."""
-        if self._groups > 1:
-            self._run_common(torch.empty(0, self._width, dtype=dtype, device=device))
-
-    def _run_common(self, x_TM: torch.Tensor) -> torch.Tensor:
-        return sum_over_groups(self._par, self._run, x_TM)
-
-    def _run(self, x_TM: torch.Tensor) -> torch.Tensor:
-        return self.down.forward(self._act_mul(self.up.forward(x_TM), self._gate))
+def oai_mlp(
+    par: Par,
+    ops: Ops,
+    width: int,
+    ffn_width: int,
+    gate: OaiGate,
+    *,
+    is_summed: bool = True,
+    group_unit: int | None = None,
+) -> GatedMlp:
+    """The gated MLP with this gate; options as there."""
+    act_mul = partial(ops.blocks.act_mul, gate=gate)
+    return GatedMlp(
+        par, ops, width, ffn_width,
+        is_summed=is_summed, group_unit=group_unit, act_mul=act_mul,
+    )  # fmt: skip
 
 
 class OaiMoe(Block):
@@ -86,7 +60,7 @@ class OaiMoe(Block):
         self.experts_down = Weight(
             held, dims.width, local, kind=PackKind.EXPERTS_DOWN, active_share=share
         )
-        self.shared = OaiMlp(par, ops, dims.width, dims.shared_width, dims.gate, is_summed=False)
+        self.shared = oai_mlp(par, ops, dims.width, dims.shared_width, dims.gate, is_summed=False)
         self.spread = SpreadExperts(par, dims.num_experts, dims.width, dims.router.active)
         self._gate = dims.gate
         self._par = par

@@ -13,7 +13,7 @@ from batchmla.kv.layout import KVLayout
 from batchmla.kv.step import Step
 from batchmla.layers.embed import Embedding, Head
 from batchmla.layers.norm import RmsNorm
-from batchmla.layers.oai_moe import OaiMlp, OaiMoe
+from batchmla.layers.oai_moe import OaiMoe, oai_mlp
 from batchmla.layers.rope import Rope
 from batchmla.models.base import Plans
 from batchmla.models.decoder import Attention, Decoder, Layer
@@ -64,7 +64,7 @@ def build(config: Config, par: Par, ops: Ops) -> Decoder:
         ffn = (
             OaiMoe(par, ops, config.moe)
             if config.routes[index]
-            else OaiMlp(
+            else oai_mlp(
                 par,
                 ops,
                 widths.model,

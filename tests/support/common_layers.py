@@ -1,12 +1,12 @@
 """Embedding, dense layer and head that attention groups hold together, on several gloo ranks: each
 group with rows of its own, one without any."""
 
-import multiprocessing
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from gloo_ranks import bring, run_ranks
 
 from batchmla import kernels
 from batchmla.kernels.block_sparse_ops import OaiGate
@@ -14,7 +14,7 @@ from batchmla.layers.across import PIECE_ROWS
 from batchmla.layers.block import Block
 from batchmla.layers.embed import Embedding, Head
 from batchmla.layers.mlp import GatedMlp
-from batchmla.layers.oai_moe import OaiMlp
+from batchmla.layers.oai_moe import oai_mlp
 from batchmla.parallel import Par
 from batchmla.placement import Placement
 from batchmla.weights.rules import Piece, Rule, expand
@@ -51,7 +51,7 @@ class Layers(Block):
         gate = OaiGate(alpha=1.7, limit=1.0)
         self.embed = Embedding(par, VOCAB, WIDTH, is_tied=is_tied)
         self.dense = GatedMlp(par, ops, WIDTH, FEATURES, group_unit=unit)
-        self.gated = OaiMlp(par, ops, WIDTH, FEATURES, gate, group_unit=unit)
+        self.gated = oai_mlp(par, ops, WIDTH, FEATURES, gate, group_unit=unit)
         self.head = Head(par, ops, VOCAB, WIDTH, self.embed if is_tied else None)
 
     def fill(self, place: Placement, unit: int) -> None:
@@ -130,18 +130,7 @@ class Found:
 
 def run_on_ranks(scratch: Path, cases: list[Case]) -> list[list[Found]]:
     """Per rank, by case."""
-    context = multiprocessing.get_context("spawn")
-    processes = [
-        context.Process(target=_run_rank, args=(rank, scratch, cases)) for rank in range(NUM_RANKS)
-    ]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(200)
-        if process.is_alive():
-            process.kill()
-    assert [process.exitcode for process in processes] == [0] * NUM_RANKS
-    return [torch.load(scratch / f"rank{rank}.pt", weights_only=False) for rank in range(NUM_RANKS)]
+    return run_ranks(_run_rank, NUM_RANKS, scratch, cases)
 
 
 def _run_rank(rank: int, scratch: Path, cases: list[Case]) -> None:
@@ -157,4 +146,4 @@ def _run_rank(rank: int, scratch: Path, cases: list[Case]) -> None:
         shapes = {name: weight.shape for name, weight in layers.named_weights()}
         found.append(Found(outputs, calls, shapes))
         par.close()
-    torch.save(found, scratch / f"rank{rank}.pt")
+    bring(found, rank, scratch)

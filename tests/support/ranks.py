@@ -1,11 +1,12 @@
 """Runs tiny models on several gloo ranks: spawned processes that meet in a file."""
 
 import json
-import multiprocessing
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
+from gloo_ranks import bring, run_ranks
 from steps import Row, run_chunks
 
 from batchmla import kernels
@@ -29,39 +30,23 @@ def logits_on_ranks(
     keeps_quantised: bool = False,
 ) -> list[list[list[torch.Tensor]]]:
     """Per rank, per folder, per prompt: float32 [T, V]."""
-    context = multiprocessing.get_context("spawn")
-    processes = [
-        context.Process(
-            target=_run_rank,
-            args=(
-                Placement(tensor=num_ranks, expert=expert, rank=rank),
-                list(folders),
-                list(prompts),
-                scratch,
-                kv_dtype,
-                keeps_quantised,
-            ),
-        )
-        for rank in range(num_ranks)
-    ]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(240)
-        if process.is_alive():
-            process.kill()
-    assert [process.exitcode for process in processes] == [0] * num_ranks
-    return [torch.load(scratch / f"rank{rank}.pt") for rank in range(num_ranks)]
+    return run_ranks(
+        _run_rank, num_ranks, scratch,
+        Placement(tensor=num_ranks, expert=expert), list(folders), list(prompts), kv_dtype,
+        keeps_quantised,
+    )  # fmt: skip
 
 
 def _run_rank(
-    placement: Placement,
+    rank: int,
+    scratch: Path,
+    whole: Placement,
     folders: list[Path],
     prompts: list[list[int]],
-    scratch: Path,
     kv_dtype: str,
     keeps_quantised: bool,
 ) -> None:
+    placement = replace(whole, rank=rank)
     torch.set_num_threads(1)
     par = Par.connect(placement, scratch / "store", timeout_s=230)
     results = []
@@ -82,5 +67,5 @@ def _run_rank(
         run_chunks(model, make_cache(layout, first, device, len(rows)), rows, 13, PAGE_TOKENS)
         results.append([torch.cat(row.logits) for row in rows])
     assert par.broadcast({"from": placement.rank}) == {"from": 0}
-    torch.save(results, scratch / f"rank{placement.rank}.pt")
+    bring(results, rank, scratch)
     par.close()

@@ -1,9 +1,9 @@
 """One layer of experts on several gloo ranks, each attention group with tokens of its own."""
 
-import multiprocessing
 from pathlib import Path
 
 import torch
+from gloo_ranks import bring, run_ranks
 
 from batchmla import kernels
 from batchmla.kernels.ops import RouterDims
@@ -58,19 +58,7 @@ def make_layer(par: Par, *, exact: bool = False) -> Moe:
 
 def run_on_ranks(scratch: Path, placements: list[Sizes]) -> list[dict[bool, list[torch.Tensor]]]:
     """Per rank, out of and in exact mode, by placement: what the rank's group gets."""
-    context = multiprocessing.get_context("spawn")
-    processes = [
-        context.Process(target=_run_rank, args=(rank, scratch, placements))
-        for rank in range(NUM_RANKS)
-    ]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(200)
-        if process.is_alive():
-            process.kill()
-    assert [process.exitcode for process in processes] == [0] * NUM_RANKS
-    return [torch.load(scratch / f"rank{rank}.pt") for rank in range(NUM_RANKS)]
+    return run_ranks(_run_rank, NUM_RANKS, scratch, placements)
 
 
 def _run_rank(rank: int, scratch: Path, placements: list[Sizes]) -> None:
@@ -87,4 +75,4 @@ def _run_rank(rank: int, scratch: Path, placements: list[Sizes]) -> None:
                 layer.serve(torch.float32, x_TM.device)
                 outputs.append(x_TM)
             par.close()
-    torch.save(found, scratch / f"rank{rank}.pt")
+    bring(found, rank, scratch)
