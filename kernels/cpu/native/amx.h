@@ -51,11 +51,26 @@ static inline void zero_pair(int has_second) {
     }
 }
 
-/* Asks for the 2048 bytes that lie `ahead` bytes on; 0: for nothing. */
-static inline void ask_ahead(const bf16 *b, long ahead) {
-    if (!ahead) return;
-    for (long at = 0; at < 2048; at += 64)
-        _mm_prefetch((const char *)b + ahead + at, _MM_HINT_T1);
+/* What to fetch while products run: from `at` up to `end`, then from `next` on; `bytes`, a multiple of
+ * 256, with every pair of B tiles. */
+typedef struct {
+    const char *at, *end, *next;
+    long bytes;
+} Wanted;
+
+static inline void ask(Wanted *wanted) {
+    if (wanted->at >= wanted->end) {
+        wanted->at = wanted->next + (wanted->at - wanted->end);
+        wanted->end = wanted->at + (1L << 40);
+    }
+    const char *at = wanted->at, *end = at + wanted->bytes;
+    for (; at < end; at += 256) {
+        _mm_prefetch(at, _MM_HINT_T1);
+        _mm_prefetch(at + 64, _MM_HINT_T1);
+        _mm_prefetch(at + 128, _MM_HINT_T1);
+        _mm_prefetch(at + 192, _MM_HINT_T1);
+    }
+    wanted->at = end;
 }
 
 /* A load waits for the tile's former value, even though it replaces all of it, unless that was
@@ -76,12 +91,12 @@ static inline void ask_ahead(const bf16 *b, long ahead) {
     } while (0)
 
 /* Adds one or two row blocks of A times two B tiles that lie side by side at every k. `a1` NULL: one
- * row block. `ahead`: bytes to fetch in advance, 0 when B is in a cache already. */
+ * row block. */
 static inline void add_pair(const bf16 *a0, const bf16 *a1, long a_bytes, const bf16 *b,
-                            long depth_tiles, long ahead) {
+                            long depth_tiles, Wanted wanted) {
     if (a1) {
         for (long k = 0; k < depth_tiles; k++, b += 2 * TILE_VALUES) {
-            ask_ahead(b, ahead);
+            ask(&wanted);
             _tile_loadd(4, a0 + k * DEPTH, a_bytes);
             _tile_loadd(6, b, 64);
             _tile_dpbf16ps(0, 4, 6);
@@ -98,22 +113,22 @@ static inline void add_pair(const bf16 *a0, const bf16 *a1, long a_bytes, const 
         return;
     }
     for (long k = 0; k + 1 < depth_tiles; k += 2, b += 4 * TILE_VALUES) {
-        ask_ahead(b, ahead);
+        ask(&wanted);
         ADD_ONE(4, 6, 7, a0 + k * DEPTH, a_bytes, b);
-        ask_ahead(b + 2 * TILE_VALUES, ahead);
+        ask(&wanted);
         ADD_ONE(5, 2, 3, a0 + (k + 1) * DEPTH, a_bytes, b + 2 * TILE_VALUES);
     }
     if (depth_tiles % 2) {
-        ask_ahead(b, ahead);
+        ask(&wanted);
         ADD_ONE(4, 6, 7, a0 + (depth_tiles - 1) * DEPTH, a_bytes, b);
     }
 }
 
 /* The same from C tiles of zeros. */
 static inline void dot_pair(const bf16 *a0, const bf16 *a1, long a_bytes, const bf16 *b,
-                            long depth_tiles, long ahead) {
+                            long depth_tiles, Wanted wanted) {
     zero_pair(a1 != 0);
-    add_pair(a0, a1, a_bytes, b, depth_tiles, ahead);
+    add_pair(a0, a1, a_bytes, b, depth_tiles, wanted);
 }
 
 /* C tiles from float32 [rows][32]. */

@@ -248,7 +248,8 @@ static inline void multiply_codes(const bf16 *x, long x_stride, long rows, const
                 zero_pair(some > TILE);
             else if (rows > PANEL)
                 load_pair(sums + row * PANEL, some > TILE);
-            add_pair(a, some > TILE ? a + TILE * x_stride : 0, 2 * x_stride, decoded, count, 0);
+            add_pair(a, some > TILE ? a + TILE * x_stride : 0, 2 * x_stride, decoded, count,
+                     (Wanted){0, 0, 0, 0});
             if (rows > PANEL || k + count == w->steps) store_pair(sums + row * PANEL, some > TILE);
         }
     }

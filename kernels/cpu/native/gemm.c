@@ -65,9 +65,34 @@ static void start_work(Work *work, Panels weight) {
     if (weight.codes) start_decoding(&work->state, weight.codes);
 }
 
+/* Panels [start, end) of a weight, and the one that this thread probably takes then; none: -1. */
+typedef struct {
+    Panels weight;
+    long start, end, then;
+} Range;
+
+static const char *panel_bytes(Panels weight, long panel, long depth) {
+    return (const char *)(weight.values + (weight.first + panel) * PANEL * depth);
+}
+
+/* With one block of rows a panel's bytes are asked for shortly before they are read. With several the
+ * next panel's are asked for during all of them, or memory would rest in all but the first. */
+static Wanted wanted_then(const Range *range, long panel, long depth, long rows, long row) {
+    const long blocks = (rows + PANEL - 1) / PANEL, step = 2 * PANEL * DEPTH;
+    const char *here = panel_bytes(range->weight, panel, depth);
+    const char *end = panel_bytes(range->weight, range->end, depth);
+    const char *next = range->then < 0 ? end : panel_bytes(range->weight, range->then, depth);
+    if (blocks == 1 || (panel == range->start && row == 0))
+        return (Wanted){here + AHEAD_BYTES, end, next, step};
+    const long bytes = (step / blocks + 255) / 256 * 256;
+    here += PANEL * depth * 2 + row / PANEL * bytes * (depth / DEPTH);
+    return (Wanted){here, end, next, bytes};
+}
+
 /* The sums [some][32] of a panel for the rows from `row` on, which are called in their order. */
 static const float *panel_sums(Work *work, const bf16 *x, long x_stride, long rows, long row,
-                               Panels weight, long depth, long panel) {
+                               const Range *range, long depth, long panel) {
+    const Panels weight = range->weight;
     const long some = smaller(PANEL, rows - row), at = weight.first + panel;
     if (!weight.values) {
         if (row == 0)
@@ -78,20 +103,21 @@ static const float *panel_sums(Work *work, const bf16 *x, long x_stride, long ro
     if (some != work->configured) configure_rows(work->configured = some);
     const bf16 *a = x + row * x_stride;
     dot_pair(a, some > TILE ? a + TILE * x_stride : 0, 2 * x_stride,
-             weight.values + at * PANEL * depth, depth / DEPTH, row == 0 ? AHEAD_BYTES : 0);
+             weight.values + at * PANEL * depth, depth / DEPTH,
+             wanted_then(range, panel, depth, rows, row));
     store_pair(work->sums, some > TILE);
     return work->sums;
 }
 
-/* Panels [start, end) over `rows` rows, at most MOST_ROWS of codes. */
-static void linear_panels(const bf16 *x, long x_stride, long rows, Panels weight, long depth,
-                          long start, long end, long columns, const bf16 *bias, void *out,
-                          long out_stride, int is_float) {
+/* A range of panels over `rows` rows, at most MOST_ROWS of codes. */
+static void linear_panels(const bf16 *x, long x_stride, long rows, Range range, long depth,
+                          long columns, const bf16 *bias, void *out, long out_stride,
+                          int is_float) {
     Work work;
-    start_work(&work, weight);
-    for (long panel = start; panel < end; panel++)
+    start_work(&work, range.weight);
+    for (long panel = range.start; panel < range.end; panel++)
         for (long row = 0; row < rows; row += PANEL) {
-            const float *sums = panel_sums(&work, x, x_stride, rows, row, weight, depth, panel);
+            const float *sums = panel_sums(&work, x, x_stride, rows, row, &range, depth, panel);
             char *target = (char *)out + row * out_stride * (is_float ? 4 : 2);
             write_out(sums, smaller(PANEL, rows - row), panel * PANEL, columns, bias, target,
                       out_stride, is_float);
@@ -114,9 +140,11 @@ void bmla_linear(const bf16 *x, long x_stride, long rows, const bf16 *values, co
 #pragma omp parallel for num_threads(threads) schedule(dynamic)
     for (long unit = 0; unit < chunks * groups; unit++) {
         long row = unit / groups * most, start = unit % groups * group;
-        linear_panels(x + row * x_stride, x_stride, smaller(most, rows - row), weight, depth, start,
-                      smaller(start + group, panels), columns, bias,
-                      (char *)out + row * out_stride * (is_float ? 4 : 2), out_stride, is_float);
+        long then = start + threads * group;
+        Range range = {weight, start, smaller(start + group, panels), then < panels ? then : -1};
+        linear_panels(x + row * x_stride, x_stride, smaller(most, rows - row), range, depth,
+                      columns, bias, (char *)out + row * out_stride * (is_float ? 4 : 2),
+                      out_stride, is_float);
     }
 }
 
@@ -131,7 +159,8 @@ void bmla_heads(const bf16 *x, long x_stride, long x_step, long rows, const bf16
     for (long unit = 0; unit < heads * chunks; unit++) {
         long head = unit / chunks, row = unit % chunks * most;
         linear_panels(x + row * x_stride + head * x_step, x_stride, smaller(most, rows - row),
-                      values_of(weight + head * weight_step), depth, 0, panels, columns, 0,
+                      (Range){values_of(weight + head * weight_step), 0, panels, -1}, depth,
+                      columns, 0,
                       out + row * out_stride + head * out_step, out_stride, 0);
     }
 }
@@ -165,20 +194,19 @@ void bmla_heads_up(const bf16 *x, long x_stride, long x_step, long rows, const b
         for (long panel = 0; panel < some; panel++)
             interleave(up + head * up_step + column + panel * PANEL, columns, depth,
                        laid + panel * depth * PANEL);
-        linear_panels(x + head * x_step, x_stride, rows, values_of(laid), depth, 0, some,
-                      some * PANEL, 0,
+        linear_panels(x + head * x_step, x_stride, rows, (Range){values_of(laid), 0, some, -1},
+                      depth, some * PANEL, 0,
                       out + head * out_step + column, out_stride, 0);
     }
 }
 
 /* hidden[rows, F] = silu(gate) * up; a panel holds 16 gates and their 16 ups. */
-static void up_panels(const bf16 *x, long rows, Panels weight, long depth, long start, long end,
-                      bf16 *hidden, long width) {
+static void up_panels(const bf16 *x, long rows, Range range, long depth, bf16 *hidden, long width) {
     Work work;
-    start_work(&work, weight);
-    for (long panel = start; panel < end; panel++)
+    start_work(&work, range.weight);
+    for (long panel = range.start; panel < range.end; panel++)
         for (long row = 0; row < rows; row += PANEL) {
-            const float *sums = panel_sums(&work, x, depth, rows, row, weight, depth, panel);
+            const float *sums = panel_sums(&work, x, depth, rows, row, &range, depth, panel);
             for (long at = 0; at < smaller(PANEL, rows - row); at++) {
                 __m512 gate = _mm512_load_ps(sums + at * PANEL);
                 __m512 up = _mm512_load_ps(sums + at * PANEL + TILE);
@@ -193,6 +221,15 @@ static void up_panels(const bf16 *x, long rows, Panels weight, long depth, long 
 typedef struct {
     long expert, first, rows, start, end;
 } Unit;
+
+/* The panels of unit `index` of `count`, from the first of its expert on; an expert has `panels`. */
+static Range unit_range(const Unit *units, long index, long count, int threads, Panels weight,
+                        long panels) {
+    const Unit *unit = units + index, *after = unit + threads;
+    const long then = index + threads < count
+                          ? (after->expert - unit->expert) * panels + after->start : -1;
+    return (Range){from_panel(weight, unit->expert * panels), unit->start, unit->end, then};
+}
 
 static long make_units(Unit *units, const long *first_row, long experts, long panels, long most,
                        long pieces) {
@@ -246,8 +283,8 @@ int bmla_experts(const bf16 *x, long tokens, long width, long hidden_width, long
         for (long index = 0; index < num_up; index++) {
             Unit unit = units[index];
             up_panels(sorted + unit.first * width, unit.rows,
-                      from_panel(up, unit.expert * (hidden_width / TILE)), width, unit.start,
-                      unit.end, hidden + unit.first * hidden_width, hidden_width);
+                      unit_range(units, index, num_up, threads, up, hidden_width / TILE), width,
+                      hidden + unit.first * hidden_width, hidden_width);
         }
     }
     long panels = (width + PANEL - 1) / PANEL;
@@ -258,8 +295,8 @@ int bmla_experts(const bf16 *x, long tokens, long width, long hidden_width, long
         for (long index = 0; index < num_down; index++) {
             Unit unit = units[index];
             linear_panels(hidden + unit.first * hidden_width, hidden_width, unit.rows,
-                          from_panel(down, unit.expert * panels), hidden_width, unit.start,
-                          unit.end, width, 0, parts + unit.first * width, width, 0);
+                          unit_range(units, index, num_down, threads, down, panels),
+                          hidden_width, width, 0, parts + unit.first * width, width, 0);
         }
 #pragma omp for schedule(static)
         for (long token = 0; token < tokens; token++)
