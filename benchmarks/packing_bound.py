@@ -1,9 +1,9 @@
 """What no order of a job can beat on a machine: the larger of its total compute and total memory.
 
 Every distinct page of a prompt is computed once, and every completion token once. Each decode step
-reads the weights; there are at least as many as the pool allows, in which a row holds its own
-pages from its first token to its last, and shared pages take no room. Their batch is taken as the
-mean one, and what the longest row takes beyond them as steps of its own.
+reads the weights besides routed experts; there are at least as many as the pool allows, in which a
+row holds its own pages from its first token to its last, and shared pages take no room, and as many
+as the longest row takes. Of the experts a token reads no less than its part in the largest batch.
 """
 
 from dataclasses import dataclass
@@ -55,8 +55,9 @@ def bound_of(trace: Trace, machine: Machine) -> Bound:
         generated / machine.max_num_seqs,
         (prompt_tokens - hit_tokens + generated) / machine.max_batched_tokens,
     )
-    alone = max(0.0, max(trace.output_tokens) - trace.is_known - steps)
-    read_bytes = steps * costs.weight_bytes(generated / steps) + alone * costs.weight_bytes(1)
+    steps = max(steps, max(trace.output_tokens) - trace.is_known)
+    expert_bytes = costs.weight_bytes(machine.max_num_seqs) - costs.fixed_bytes
+    read_bytes = steps * costs.fixed_bytes + generated / machine.max_num_seqs * expert_bytes
     read_bytes += kv_tokens * costs.kv_token_bytes
     return Bound(
         compute_s=compute_flops / machine.rates.flops_per_s,

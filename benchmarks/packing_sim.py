@@ -17,111 +17,21 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import torch
-
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import packing_trace
 from packing_bound import Bound, bound_of
+from packing_lazy import LazyEngine
 from packing_machines import Machine, lite_h200, r1_8xh200, small_cpu
-from packing_trace import STOP_ID, Trace
+from packing_plain import Clock, SimulatedEngine
+from packing_trace import Trace
 
 from batchmla.core import Completion, Prompt
-from batchmla.engine.costs import StepWork
-from batchmla.engine.engine import EngineCore
-from batchmla.engine.group import Chunk, Limits
 from batchmla.engine.pace import Pace
-from batchmla.engine.sampler import Draw
-from batchmla.engine.sequence import Sequence as Row
 from batchmla.jobs.pack import Packer
 from batchmla.jobs.pack_twins import Waiting
-from batchmla.kernels.cpu.sample import sample
-from batchmla.kv.layout import KVLayout, KVPart
-from batchmla.kv.pages import PageTable
 
-_TOKEN_ID = 2
 _WINDOW_BYTES = 4 << 30
-
-
-class Clock:
-    """Stands in for model, cache and sampler: draws what the trace says and counts the time."""
-
-    def __init__(self, machine: Machine, output_tokens: Sequence[int], *, overlap: str) -> None:
-        costs = machine.costs
-        self._machine = machine
-        self._output_tokens = output_tokens
-        self._step_s = {
-            "all": costs.step_s,
-            "some": costs.serial_step_s,
-            "none": costs.separate_step_s,
-        }[overlap]
-        self.pages: PageTable
-        self.seconds = 0.0
-        self.steps: list[tuple[float, int]] = []  # seconds and sequences
-        self.held_page_s = 0.0
-
-    def run(self, chunks: Sequence[Chunk], copies: object = ()) -> list[Draw | None]:
-        """A step: its time, and a draw for every chunk that is due."""
-        tokens = sampled = prompt_pairs = decode_pairs = context = 0
-        draws: list[Draw | None] = []
-        for row, start, count, samples in chunks:
-            end = start + count
-            tokens += count
-            context += end
-            if count == 1:
-                decode_pairs += end
-            else:
-                prompt_pairs += count * start + count * (count + 1) // 2
-            sampled += samples
-            draws.append(self._draw(row) if samples else None)
-        held = self.pages.used_pages * self.pages.page_tokens
-        work = StepWork(
-            tokens=tokens,
-            sampled=sampled,
-            prompt_pairs=prompt_pairs,
-            decode_pairs=decode_pairs,
-            kv_tokens=min(held, context) if self._machine.reads_once else context,
-        )
-        step_s = self._step_s(work, self._machine.rates)
-        self.seconds += step_s
-        self.held_page_s += step_s * self.pages.used_pages
-        self.steps.append((step_s, len(chunks)))
-        return draws
-
-    def _draw(self, row: Row) -> Draw:
-        is_over = row.num_generated >= self._output_tokens[row.prompt.index]
-        return Draw(token_id=STOP_ID if is_over else _TOKEN_ID)
-
-    def forget(self, row: Row) -> None:
-        """Nothing is kept of a row."""
-
-    def forget_all(self) -> None:
-        """Nothing is kept of any row."""
-
-    def clear(self, pages: Sequence[int]) -> None:
-        """There is no memory to clear."""
-
-
-class SimulatedEngine(EngineCore):
-    """The engine without its runner."""
-
-    def __init__(self, machine: Machine, clock: Clock) -> None:
-        part = KVPart(name="token", width=1, dtype="uint8")
-        super().__init__(
-            clock,  # type: ignore[arg-type]
-            KVLayout(layers=((part,),), page_tokens=machine.page_tokens),
-            num_pages=machine.pool_tokens // machine.page_tokens,
-            limits=Limits(
-                max_model_len=machine.max_model_len,
-                max_num_seqs=machine.max_num_seqs,
-                max_batched_tokens=machine.max_batched_tokens,
-            ),
-            sample=sample,
-            vocab_limit=1 << 30,
-            device=torch.device("cpu"),
-        )
-        self._runner = clock  # type: ignore[assignment]
-        clock.pages = self._scheduler.groups[0].pages
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,13 +52,19 @@ class Outcome:
 
 
 def simulate(
-    trace: Trace, machine: Machine, *, order: str, overlap: str = "all", bound: Bound
+    trace: Trace,
+    machine: Machine,
+    *,
+    order: str,
+    overlap: str = "all",
+    bound: Bound,
+    make_engine: Callable[[Machine, Clock], SimulatedEngine] = LazyEngine,
 ) -> Outcome:
     """Runs all rows of the trace in this order."""
     sort = ORDERS[order]
     rows = trace if sort is None else trace.reordered(sort(trace))
     clock = Clock(machine, rows.output_tokens, overlap=overlap)
-    engine = SimulatedEngine(machine, clock)
+    engine = make_engine(machine, clock)
     if order in PACED:
         engine._scheduler.pace = pace_of(machine)
     packer = make_packer(rows.prompts, is_packed=order.startswith("packed"))

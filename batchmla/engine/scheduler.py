@@ -130,9 +130,24 @@ class Scheduler:
                     break
                 chunks.append(Chunk(sequence, sequence.computed, 1, True))
             place += 1
-        left = min(budget_tokens - len(chunks), self._prompt_tokens(group, chunks))
-        room = _Room(group, chunks, left)
-        for sequence in group.running:
+        context_tokens = sum(chunk.start + 1 for chunk in chunks)
+        return self._with_prompts(group, chunks, group.running, len(chunks), context_tokens)
+
+    def _with_prompts(
+        self,
+        group: Group,
+        chunks: list[Chunk],
+        running: Iterable[Sequence],
+        decodes: int,
+        context_tokens: int,
+    ) -> _Room:
+        """A step with chunks of those that want more than a token, beside `decodes` that want one
+        and have so much context together.
+        """
+        left_tokens = self.relief.most_tokens - decodes
+        left_tokens = min(left_tokens, self._prompt_tokens(group, decodes, context_tokens))
+        room = _Room(group, chunks, left_tokens)
+        for sequence in running:
             if sequence.wanted > 1 and room.left_tokens > 0:
                 self._cut(sequence, room)
         return room
@@ -188,13 +203,12 @@ class Scheduler:
         self._waiting.clear()
         self._preempted.clear()
 
-    def _prompt_tokens(self, group: Group, decodes: list[Chunk]) -> int:
-        """What prompts may take of a step with these completions."""
+    def _prompt_tokens(self, group: Group, decodes: int, context_tokens: int) -> int:
+        """What prompts may take of a step with so many completions."""
         if self.pace is None:
             return self.relief.most_tokens
-        context = sum(chunk.start for chunk in decodes) + len(decodes)
-        held = group.pages.used_pages * group.pages.page_tokens
-        return self.pace.prompt_tokens(len(decodes), context, min(context, held))
+        held_tokens = group.pages.used_pages * group.pages.page_tokens
+        return self.pace.prompt_tokens(decodes, context_tokens, min(context_tokens, held_tokens))
 
     def _cut(self, sequence: Sequence, room: _Room) -> None:
         count = room.group.up_to_border(sequence, min(sequence.wanted, room.left_tokens))
