@@ -16,6 +16,7 @@ from batchmla.placement import Placement
 IDLE = timedelta(days=30)  # between two steps
 SMALL_SUM_BYTES = 256 << 10  # beyond it a ring is faster
 SMALL_SUM_UNIT = 16  # bytes that a GPU moves at once
+MAX_CHANNELS = 16  # of NCCL for each group: it reckons with 36.7 GB/s in one on H200, 20 on A100
 _NETWORK_HINT = (
     "; machines must reach each other on any port, and where a host's name stands for another "
     "address, GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME must name the network for ray start"
@@ -68,7 +69,6 @@ class Links:
     group, `peers` those with the same place in every attention group.
     """
 
-    world: Any
     control: Any
     tensor: Any
     peers: Any
@@ -171,9 +171,9 @@ class Par:
             store = _store_at(meeting, placement.num_ranks, timeout)
             dist.init_process_group(
                 backend, store=store, rank=placement.rank, world_size=placement.num_ranks,
-                timeout=timeout,
+                timeout=timeout, pg_options=_options(backend),
             )  # fmt: skip
-            links = _link(placement, timeout)
+            links = _link(placement, timeout, backend)
         except (RuntimeError, ValueError) as error:
             raise DeviceError(
                 f"rank {placement.rank} of {placement.num_ranks} could not join the others: {error}"
@@ -236,12 +236,12 @@ class Par:
         return got_NX
 
     def send(self, x: torch.Tensor) -> None:
-        """To rank 0, which must `receive` it."""
-        self._call(dist.send, x.contiguous(), 0, group=self._joined.world)
+        """To rank 0, which must `receive` it. From ranks with its place in other groups."""
+        self._call(_move, dist.isend, x.contiguous(), 0, self._joined.peers)
 
     def receive(self, rank: int, into: torch.Tensor) -> torch.Tensor:
         """What `rank` sends, written into a contiguous tensor of that shape and dtype."""
-        self._call(dist.recv, into, rank, group=self._joined.world)
+        self._call(_move, dist.irecv, into, rank, self._joined.peers)
         return into
 
     def broadcast(self, value: Any) -> Any:
@@ -289,28 +289,43 @@ def _store_at(meeting: Meeting, num_ranks: int, timeout: timedelta) -> Any:
     return dist.FileStore(str(meeting), num_ranks)  # type: ignore[attr-defined]
 
 
-def _link(placement: Placement, timeout: timedelta) -> Links:
+def _options(backend: str) -> Any:
+    """Of a new group: of NCCL with as many channels as links need, not all that there could be, for
+    each of them costs memory with every peer. Has not yet run on a GPU.
+
+    Exchanges take as many channels as sums, rounded up to a power of two (NCCL's
+    `ncclTopoComputeP2pChannels`); the rates of one are those of its own tuning.
+    """
+    if backend != "nccl":
+        return None
+    options = dist.ProcessGroupNCCL.Options()
+    options.config.max_ctas = MAX_CHANNELS
+    return options
+
+
+def _move(operation: Any, x: torch.Tensor, peer: int, group: Any) -> None:
+    """To or from a peer by the group's own communicator: a single call would make one for the pair,
+    with buffers of its own."""
+    for pending in dist.batch_isend_irecv([dist.P2POp(operation, x, peer, group)]):
+        pending.wait()
+
+
+def _link(placement: Placement, timeout: timedelta, backend: str) -> Links:
     """Every rank makes every group, in one order."""
     world, control = dist.group.WORLD, dist.new_group(backend="gloo", timeout=IDLE)
     tensor, groups = placement.tensor, placement.attention_data
     if tensor == 1 or groups == 1:
         return Links(
-            world=world,
             control=control,
             tensor=world if groups == 1 else None,
             peers=world if tensor == 1 else None,
         )
-    by_group = [
-        dist.new_group(list(range(group * tensor, (group + 1) * tensor)), timeout=timeout)
-        for group in range(groups)
-    ]
-    by_place = [
-        dist.new_group(list(range(place, placement.num_ranks, tensor)), timeout=timeout)
-        for place in range(tensor)
-    ]
+    by_group = [list(range(group * tensor, (group + 1) * tensor)) for group in range(groups)]
+    by_place = [list(range(place, placement.num_ranks, tensor)) for place in range(tensor)]
+    tensors, peers = (
+        [dist.new_group(ranks, timeout=timeout, pg_options=_options(backend)) for ranks in dealt]
+        for dealt in (by_group, by_place)
+    )
     return Links(
-        world=world,
-        control=control,
-        tensor=by_group[placement.group],
-        peers=by_place[placement.tensor_rank],
+        control=control, tensor=tensors[placement.group], peers=peers[placement.tensor_rank]
     )

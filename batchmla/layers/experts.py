@@ -16,6 +16,9 @@ from batchmla.layers.block import Block
 from batchmla.parallel import Par
 
 FOREIGN = -1  # the id of an expert that another rank holds
+PIECE_CHOICES = (
+    16_384  # that a rank computes at a time: products and not weights take the time then
+)
 
 
 class ExpertsCall(Protocol):
@@ -106,8 +109,8 @@ class SpreadExperts(Block):
     def _exchange(
         self, run: ExpertsCall, x_TM: torch.Tensor, weights_TA: torch.Tensor, ids_TA: torch.Tensor
     ) -> torch.Tensor:
-        """A row for every group in which one of the token's experts is; what comes back is added in
-        the groups' order."""
+        """A row for every group in which one of the token's experts is; one sum for each of these
+        comes back, to be added in the groups' order. No rows are kept once they are read."""
         count = len(self._mine)
         firsts_G11 = torch.tensor(self._firsts, device=x_TM.device)[:, None, None]
         local_GTA = ids_TA - firsts_G11
@@ -118,9 +121,12 @@ class SpreadExperts(Block):
         received = self._par.swap_counts(sent, x_TM.device)
         packed_XB = _pack(x_TM[row_X], weights_TA[row_X], ids_XA)
         got_RB = self._par.swap_rows(packed_XB, sent, received)
+        del packed_XB
         x_RM, weights_RA, ids_RA = _unpack(got_RB, self._width, ids_TA.shape[1], x_TM.dtype)
         out_RM = _run_own(run, x_RM, weights_RA, ids_RA, is_whole=self.is_whole)
+        del got_RB, x_RM
         back_XM = self._par.swap_rows(out_RM, received, sent)
+        del out_RM
         out_TM = torch.zeros(x_TM.shape, dtype=torch.float32, device=x_TM.device)
         return out_TM.index_add_(0, row_X, back_XM.float()).to(x_TM.dtype)
 
@@ -148,19 +154,22 @@ def _run_own(
     *,
     is_whole: bool = False,
 ) -> torch.Tensor:
-    """The part of the sum that this rank's experts make; with `is_whole` no id is foreign."""
+    """The part of the sum that this rank's experts make, however many are chosen a piece of the
+    choices at a time; with `is_whole` no id is foreign, and all go at once."""
     if not len(x_RM):
         return x_RM
     if is_whole:
-        return run(x_RM, weights_RA, ids_RA)
+        return run(x_RM.contiguous(), weights_RA, ids_RA)
     is_mine_RA = ids_RA >= 0
     row_X = is_mine_RA.nonzero(as_tuple=True)[0]
     if ids_RA.shape[1] == 1 and len(row_X) == len(x_RM):
-        return run(x_RM, weights_RA, ids_RA)
+        return run(x_RM.contiguous(), weights_RA, ids_RA)
     out_RM = torch.zeros(x_RM.shape, dtype=torch.float32, device=x_RM.device)
-    if len(row_X):
-        own_XM = run(x_RM[row_X], weights_RA[is_mine_RA][:, None], ids_RA[is_mine_RA][:, None])
-        out_RM.index_add_(0, row_X, own_XM.float())
+    weights_X1, ids_X1 = weights_RA[is_mine_RA][:, None], ids_RA[is_mine_RA][:, None]
+    for first in range(0, len(row_X), PIECE_CHOICES):
+        piece = slice(first, first + PIECE_CHOICES)
+        own_XM = run(x_RM[row_X[piece]], weights_X1[piece], ids_X1[piece])
+        out_RM.index_add_(0, row_X[piece], own_XM.float())
     return out_RM.to(x_RM.dtype)
 
 
@@ -173,11 +182,11 @@ def _pack(x_XM: torch.Tensor, weights_XA: torch.Tensor, ids_XA: torch.Tensor) ->
 def _unpack(
     rows_RB: torch.Tensor, width: int, active: int, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Values, weights and int64 ids again."""
+    """Values, which stay where they lie, weights and int64 ids."""
     sizes = [width * dtype.itemsize, active * 4, active * 4]
-    x_RB, weights_RB, ids_RB = (part.contiguous() for part in torch.split(rows_RB, sizes, 1))
+    x_RB, weights_RB, ids_RB = torch.split(rows_RB, sizes, 1)
     return (
         x_RB.view(dtype),
-        weights_RB.view(torch.float32),
-        ids_RB.view(torch.int32).long(),
+        weights_RB.contiguous().view(torch.float32),
+        ids_RB.contiguous().view(torch.int32).long(),
     )
