@@ -45,6 +45,7 @@ class Plan:
     reserve_bytes: int
     weights_bytes: int
     workspace_bytes: int
+    driver_bytes: int  # of a GPU, besides tensors
     kv_pool_bytes: int
     kv_bytes_per_token: int
     kv_bytes_at: dict[str, int]
@@ -121,6 +122,7 @@ def plan_job(loaded: LoadedSpec, hardware: str | None = None, *, calibrates: boo
         reserve_bytes=config.memory.reserve_bytes,
         weights_bytes=config.memory.weights_bytes,
         workspace_bytes=config.memory.workspace_bytes,
+        driver_bytes=config.memory.driver_bytes,
         kv_pool_bytes=config.kv_pool_bytes,
         kv_bytes_per_token=layout.bytes_for(1),
         kv_bytes_at={str(length): layout.bytes_for(length) for length in lengths},

@@ -11,12 +11,13 @@ from batchmla.engine.hardware import Hardware
 from batchmla.engine.steady import TYPICAL, Mix
 from batchmla.jobs.counts import RowCounts
 
-ENOUGH_TOKENS = 4096  # in a step of a GPU; with fewer its weights are read too often
+ENOUGH_TOKENS = 4096  # in a step of all groups; with fewer weights are read too often
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recommendation:
-    """Settings for the job file. Sequences and tokens are those of each attention group."""
+    """Settings for the job file. Sequences and tokens are those of each attention group;
+    `driver_bytes` are what each device has in use besides tensors then."""
 
     tensor: int
     expert: int
@@ -25,6 +26,7 @@ class Recommendation:
     max_batched_tokens: int
     block_size: int
     kv_cache_dtype: str
+    driver_bytes: int
     reason: str
 
     def to_json(self) -> dict[str, Any]:
@@ -52,6 +54,7 @@ def recommend(
         max_batched_tokens=config.max_batched_tokens,
         block_size=config.layout.page_tokens,
         kv_cache_dtype=config.kv_dtype,
+        driver_bytes=config.memory.driver_bytes,
         reason=_reason(found, best, config),
     )
 
@@ -103,9 +106,12 @@ def _typical() -> str:
 
 def warnings(config: EngineConfig) -> list[str]:
     """Settings that waste a device."""
-    if config.device == "cuda" and config.max_batched_tokens < ENOUGH_TOKENS:
-        return [
-            f"engine.max_batched_tokens {config.max_batched_tokens} is small for a GPU: prompts "
-            f"take many steps, each of which reads the weights; set it to {ENOUGH_TOKENS} or more"
-        ]
-    return []
+    groups = config.placement.attention_data
+    if config.device != "cuda" or groups * config.max_batched_tokens >= ENOUGH_TOKENS:
+        return []
+    of_each = f" in each of {groups} attention groups" if groups > 1 else ""
+    return [
+        f"engine.max_batched_tokens {config.max_batched_tokens}{of_each} is small for a GPU: "
+        "prompts take many steps, each of which reads the weights; set it to "
+        f"{-(-ENOUGH_TOKENS // groups)} or more"
+    ]

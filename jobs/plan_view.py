@@ -24,6 +24,7 @@ def print_plan(plan: Plan, console: Console | None = None) -> None:
     for name, num_bytes in (
         ("weights", plan.weights_bytes),
         ("workspace (estimate)", plan.workspace_bytes),
+        *([("driver and NCCL (estimate)", plan.driver_bytes)] if plan.device == "cuda" else []),
         ("KV pool", plan.kv_pool_bytes),
         ("left to others", plan.reserve_bytes),
         ("device", plan.memory_bytes),
@@ -45,8 +46,8 @@ def print_plan(plan: Plan, console: Console | None = None) -> None:
 def _placements(plan: Plan) -> Table:
     """Every placement on these devices; sizes of one of them."""
     table = Table(
-        "tensor / expert / data", "weights", "work", "KV pool", "KV tokens", "rows", "tokens/s",
-        "talk", title="placements: GiB of each device, tokens and rows of all together",
+        "tensor / expert / data", "weights", "work", "driver", "KV pool", "KV tokens", "rows",
+        "tokens/s", "talk", title="placements: GiB of each device, tokens and rows of all together",
     )  # fmt: skip
     for column in table.columns:
         column.justify = "right"
@@ -55,7 +56,9 @@ def _placements(plan: Plan) -> Table:
         sizes = " / ".join(str(each[name]) for name in ("tensor", "expert", "attention_data"))
         if not each["fits"]:
             weights = _in_gib(each["weights_bytes"]) if "weights_bytes" in each else "-"
-            table.add_row(sizes, weights, "-", "no room" if weights != "-" else "cannot be cut")
+            table.add_row(
+                sizes, weights, "-", "-", "no room" if weights != "-" else "cannot be cut"
+            )
             continue
         rates = ["-", "-", "-"]
         if each["tokens_per_second"] is not None:
@@ -65,8 +68,9 @@ def _placements(plan: Plan) -> Table:
                 f"{each['tokens_per_second']:,.0f}",
                 f"{share:.0%}",
             ]
-        parts = (each[name] for name in ("weights_bytes", "workspace_bytes", "kv_pool_bytes"))
-        table.add_row(sizes, *map(_in_gib, parts), f"{each['kv_capacity_tokens']:,}", *rates)
+        parts = ("weights_bytes", "workspace_bytes", "driver_bytes", "kv_pool_bytes")
+        sizes_gib = (_in_gib(each[name]) for name in parts)
+        table.add_row(sizes, *sizes_gib, f"{each['kv_capacity_tokens']:,}", *rates)
     return table
 
 

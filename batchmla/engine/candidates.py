@@ -49,6 +49,7 @@ class Candidate:
         return found | {
             "weights_bytes": config.memory.weights_bytes,
             "workspace_bytes": config.memory.workspace_bytes,
+            "driver_bytes": config.memory.driver_bytes,
             "kv_pool_bytes": config.kv_pool_bytes,
             "kv_capacity_tokens": config.kv_capacity_tokens,
             "max_model_len": config.max_model_len,

@@ -9,9 +9,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 from batchmla.core import EngineOptions
+from batchmla.engine.driver import driver_bytes
 from batchmla.engine.group import Limits
 from batchmla.engine.hardware import Hardware
 from batchmla.engine.pool import Pool
+from batchmla.engine.routed import RoutedRows
 from batchmla.engine.settle import (
     Backend,
     settle_backend,
@@ -39,7 +41,8 @@ TINY_MODEL_BYTES = 2**28
 class EngineConfig:
     """An engine with nothing left open. `notes` says what was chosen and is worth telling.
 
-    `memory` is one device's; `workspace_bytes` in it is an estimate (see `Workspace`). `num_pages`,
+    `memory` is one device's; `workspace_bytes` and `driver_bytes` in it are estimates (see
+    `Workspace` and `driver.py`). `num_pages`,
     `max_num_seqs` and `max_batched_tokens` are those of each attention group. `misfit` is the
     sentence that `resolve` raises when the engine does not fit.
     """
@@ -93,9 +96,10 @@ def resolve(
     layout_of: LayoutOf,
     hardware: Hardware,
     weights_bytes: int,
+    routed: RoutedRows | None = None,
 ) -> EngineConfig:
     """The engine as it will be built; a `DeviceError` when it does not fit."""
-    drafted = draft(options, config, layout_of, hardware, weights_bytes)
+    drafted = draft(options, config, layout_of, hardware, weights_bytes, routed)
     if drafted.misfit is not None:
         raise DeviceError(drafted.misfit)
     return drafted
@@ -107,10 +111,11 @@ def draft(
     layout_of: LayoutOf,
     hardware: Hardware,
     weights_bytes: int,
+    routed: RoutedRows | None = None,
 ) -> EngineConfig:
     """The engine as it would be built, fitting or not.
 
-    `weights_bytes` are one device's, in the settled dtype.
+    `weights_bytes` are one device's, in the settled dtype; `routed` are its rows of experts.
     """
     _check(options, config)
     placement = settle_placement(options, hardware)
@@ -135,7 +140,8 @@ def draft(
         decoded_share=0.0
         if kv_dtype in DTYPE_BYTES
         else layout_of(dtype, placement, page_tokens).token_bytes / layout.token_bytes,
-        chosen_width=_chosen_width(config) if placement.attention_data > 1 else 0,
+        width=getattr(config, "width", 0),
+        routed=routed,
         shared_elements=_shared_elements(config, placement, max_num_seqs, max_batched_tokens),
         max_expanded_bytes=MAX_EXPANDED_BYTES if reads_pages else None,
         reads_pages=reads_pages,
@@ -146,6 +152,7 @@ def draft(
         hardware=hardware,
         weights_bytes=weights_bytes,
         workspace=workspace,
+        driver_bytes=driver_bytes(placement) if hardware.kind == "cuda" else 0,
     )
     wanted = options.max_model_len or config.max_positions
     max_model_len = wanted if options.max_model_len else pool.longest(wanted)
@@ -212,24 +219,20 @@ def _plain_page_tokens(config: ModelConfig, hardware: Hardware, weights_bytes: i
 
 
 def _step_tokens(hardware: Hardware, placement: Placement) -> int:
-    """Of each attention group: enough that products and not weights take the time."""
+    """Each attention group's share of a step of all of them: enough that products and not weights
+    take the time. Several GPUs get more: launches and exchanges of a step each of them pays for,
+    while the work for one falls with their number. In every placement they get as much, so that
+    what is left to the cache can be compared."""
     if hardware.kind == "cpu":
         return 1024
-    return 8192 if placement.attention_data == 1 else 4096
+    all_tokens = 8192 if placement.num_ranks == 1 else 16_384
+    return max(1, all_tokens // placement.attention_data)
 
 
 def _reads_pages(config: ModelConfig, backend: Backend) -> bool:
     """Whether all attention reads pages where they lie, and expands latents a few at a time. The
     compiled kernels of CPUs do both as well, but are not there on every machine."""
     return backend == "triton" and set(config.attention_kinds) <= {"mla", "gqa"}
-
-
-def _chosen_width(config: ModelConfig) -> int:
-    """Values that a token sends to its experts if each choice is counted."""
-    router = getattr(config, "router", None)
-    active: int = getattr(router, "active", 0)
-    width: int = getattr(config, "width", 0)
-    return active * width
 
 
 def _shared_elements(

@@ -10,6 +10,7 @@ from batchmla.core import EngineOptions
 from batchmla.engine.config import EngineConfig, LayoutOf, draft
 from batchmla.engine.costs import StepCosts, step_costs
 from batchmla.engine.hardware import Hardware
+from batchmla.engine.routed import RoutedRows, routed_rows
 from batchmla.engine.settle import (
     settle_backend,
     settle_dtype,
@@ -24,7 +25,7 @@ from batchmla.models.base import ModelConfig
 from batchmla.models.load import count_model
 from batchmla.placement import Placement
 
-Facts = tuple[EngineOptions, ModelConfig, LayoutOf, Hardware, int]
+Facts = tuple[EngineOptions, ModelConfig, LayoutOf, Hardware, int, RoutedRows | None]
 
 
 def engine_facts(
@@ -49,7 +50,8 @@ def engine_facts(
     ops = kernels.load_counting(settle_backend(options, hardware), exact=is_exact)
     keeps = settle_quantised(options, config)
     count = count_model(raw_config, placement, ops, dtype, keeps_quantised=keeps)
-    return options, config, layout_of, hardware, count.weights_bytes
+    routed = routed_rows(raw_config, placement, ops)
+    return options, config, layout_of, hardware, count.weights_bytes, routed
 
 
 def draft_placed(

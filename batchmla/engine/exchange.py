@@ -8,8 +8,9 @@ A rank with T tokens of its group moves, at W bytes a hidden row:
   sampled ones to the head and logits back, N · (a - 1) · (W + 4 V / (t · a));
 - the logits' shares, gathered: (t - 1) / t · N · V · 4 for N sampled rows;
 - in every layer with experts, rows on their way to other groups' experts and back:
-  T · (a - 1) · q · (2 W + 8 A), with A experts a token, of which at least one is with
-  a given of the e holders of experts with probability q = 1 - (1 - 1 / e)^A.
+  T · (a - 1) · q · (2 W + 8 A), with A experts a token: one row and one sum for every group in
+  which it has some, which a given of the e holders of experts has with probability q (see
+  `Choice.reached`: 0.66 of 8 experts by chance and 8 holders, 0.45 where a router keeps 4 of 8).
 A call costs `CALL_S` besides its bytes.
 """
 
@@ -18,6 +19,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from batchmla.engine.routed import Choice, choice_of
 from batchmla.kernels.ops import Ops, PackKind
 from batchmla.layers.across import piece_rows
 from batchmla.layers.block import Block, walk
@@ -37,7 +39,7 @@ class Exchange:
     num_expert_layers: int
     row_bytes: int
     vocab_size: int
-    active_experts: int
+    choice: Choice | None
     width: int
     is_tied: bool
     num_dense_layers: int  # that groups may cut among them
@@ -80,11 +82,16 @@ class Exchange:
         others = (tensor - 1) / tensor
         sums = 2 * others * (2 * self.num_layers + 1) * tokens * self.row_bytes
         gathered = others * sampled * self.vocab_size * 4
-        missed: float = (1 - 1 / placement.expert) ** self.active_experts
-        rows = tokens * (groups - 1) * (1 - missed)
-        swapped = self.num_expert_layers * rows * (2 * self.row_bytes + 8 * self.active_experts)
+        swapped = tokens * (groups - 1) * self._swapped_bytes(placement)
         common = self.common_bytes(placement, tokens, sampled)
         return sums + gathered + swapped + common
+
+    def _swapped_bytes(self, placement: Placement) -> float:
+        """A token's in all layers, to and from the experts of one other group."""
+        if self.choice is None:
+            return 0.0
+        row_bytes = 2 * self.row_bytes + 8 * self.choice.active
+        return self.num_expert_layers * self.choice.reached(placement.expert) * row_bytes
 
     def seconds(
         self, placement: Placement, tokens: float, sampled: float, link_bytes_per_s: float
@@ -102,7 +109,6 @@ def exchange_of(raw_config: Mapping[str, Any], ops: Ops, itemsize: int) -> Excha
     assert isinstance(model, Block), f"{type(model)} has no weights"
     weights = dict(model.named_weights())
     experts = [each for each in weights.values() if each.kind is PackKind.EXPERTS_UP]
-    share = experts[0].active_share if experts else 0.0
     dense = [
         each for each in walk(model) if isinstance(each, GatedMlp) and each.group_unit is not None
     ]
@@ -112,7 +118,7 @@ def exchange_of(raw_config: Mapping[str, Any], ops: Ops, itemsize: int) -> Excha
         num_expert_layers=len(experts),
         row_bytes=width * itemsize,
         vocab_size=config.vocab_size,
-        active_experts=round(share * experts[0].shape[0]) if experts else 0,
+        choice=choice_of(model, Placement()),
         width=width,
         is_tied=weights["head.weight"].tied is not None,
         num_dense_layers=len(dense),

@@ -8,6 +8,7 @@ from typing import Literal
 
 import torch
 
+from batchmla.engine.driver import CONTEXT_BYTES
 from batchmla.errors import DeviceError, JobError
 
 GIB = 2**30
@@ -15,7 +16,8 @@ GIB = 2**30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hardware:
-    """`count` equal devices. `memory_bytes` is one device's; of it `free_bytes` are not in use now.
+    """`count` equal devices. `memory_bytes` is one device's; of it `free_bytes` are not in use now,
+    and `context_bytes` are by this process itself, before it holds any tensor.
 
     Rates are per device and second, at best, None where they have to be measured; that of the links
     to the other devices of a machine counts one direction. The devices are on `num_machines`, each
@@ -35,6 +37,7 @@ class Hardware:
     has_fast_bf16: bool = True
     cores: int | None = None
     is_local: bool = True
+    context_bytes: int = 0
 
     def shared_by(self, num_ranks: int) -> "Hardware":
         """What each of so many ranks has: of a machine's processor a part, of GPUs one."""
@@ -132,6 +135,7 @@ def detect_cuda(index: int = 0) -> Hardware:
         bf16_flops_per_s=known.bf16_flops_per_s if known else None,
         link_bytes_per_s=known.link_bytes_per_s if known else None,
         has_fast_bf16=torch.cuda.is_bf16_supported(including_emulation=False),
+        context_bytes=min(CONTEXT_BYTES, total_bytes - free_bytes),
     )
 
 

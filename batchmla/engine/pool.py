@@ -14,13 +14,15 @@ from batchmla.kv.layout import KVLayout
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pool:
-    """The size of the KV pool as a function of the longest sequence allowed."""
+    """The size of the KV pool as a function of the longest sequence allowed; `driver_bytes` are in
+    use besides tensors."""
 
     options: EngineOptions
     layout: KVLayout
     hardware: Hardware
     weights_bytes: int
     workspace: Workspace
+    driver_bytes: int = 0
 
     @property
     def num_lanes(self) -> int:
@@ -30,16 +32,17 @@ class Pool:
 
     @property
     def usable_bytes(self) -> int:
-        """The engine's share of the memory, never more than is free."""
+        """The engine's share of the memory, never more than is free or already its own context."""
         share_bytes = int(self.hardware.memory_bytes * self.options.memory_utilization)
-        return min(share_bytes, self.hardware.free_bytes)
+        return min(share_bytes, self.hardware.free_bytes + self.hardware.context_bytes)
 
     def pages(self, max_model_len: int) -> int:
         """Pages for sequences of up to `max_model_len` tokens; 0 when nothing is left for them."""
         if self.options.kv_pool_tokens is not None:
             return self.options.kv_pool_tokens // self.layout.page_tokens
         fixed_bytes = self.workspace.fixed_bytes(max_model_len)
-        left_bytes = max(0, self.usable_bytes - self.weights_bytes - fixed_bytes)
+        taken_bytes = self.driver_bytes + self.weights_bytes + fixed_bytes
+        left_bytes = max(0, self.usable_bytes - taken_bytes)
         kv_bytes = int(left_bytes / (1 + self.workspace.gather_share))
         num_pages = pages_within(self.layout, kv_bytes, self.num_lanes)
         if self.hardware.kind == "cpu":
@@ -69,6 +72,7 @@ class Pool:
             reserve_bytes=self.hardware.memory_bytes - self.usable_bytes,
             weights_bytes=self.weights_bytes,
             workspace_bytes=self.workspace.fixed_bytes(max_model_len) + gathered_bytes,
+            driver_bytes=self.driver_bytes,
         )
 
     def misfit(self, max_model_len: int, num_pages: int, memory: MemoryBudget) -> str | None:
@@ -80,10 +84,12 @@ class Pool:
         one_bytes = pool_bytes(self.layout, needed, self.num_lanes)
         fixed_bytes = self.workspace.fixed_bytes(max_model_len)
         share = f"memory_utilization {self.options.memory_utilization:g}"
+        driver = f"driver {_size(self.driver_bytes)}, " if self.driver_bytes else ""
         return (
             f"the model does not fit on {self.hardware.name}: weights {_size(self.weights_bytes)}, "
-            f"workspace {_size(fixed_bytes)} and the KV cache of one sequence of {max_model_len} "
-            f"tokens {_size(one_bytes)} exceed the usable {_size(self.usable_bytes)} ({share}); "
+            f"{driver}workspace {_size(fixed_bytes)} and the KV cache of one sequence of "
+            f"{max_model_len} tokens {_size(one_bytes)} exceed the usable "
+            f"{_size(self.usable_bytes)} ({share}); "
             + ", or ".join((*self._ways_out(max_model_len), "use a device with more memory"))
         )
 

@@ -15,19 +15,21 @@ class MemoryBudget:
     """Who gets which share of one device's memory.
 
     `reserve_bytes` stay untouched (other processes, fragmentation); `workspace_bytes` are the
-    activations, logits and gathered rows of the largest step.
+    activations, logits and gathered rows of the largest step; `driver_bytes` are in use besides
+    tensors, for a GPU's context and buffers between devices.
     """
 
     total_bytes: int
     reserve_bytes: int
     weights_bytes: int
     workspace_bytes: int
+    driver_bytes: int = 0
 
     @property
     def left_bytes(self) -> int:
         """What the KV cache may take; negative when the rest alone does not fit."""
-        taken_bytes = self.reserve_bytes + self.weights_bytes + self.workspace_bytes
-        return self.total_bytes - taken_bytes
+        taken_bytes = self.weights_bytes + self.workspace_bytes + self.driver_bytes
+        return self.total_bytes - self.reserve_bytes - taken_bytes
 
     @property
     def kv_bytes(self) -> int:

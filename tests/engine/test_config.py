@@ -8,6 +8,7 @@ import torch
 
 from batchmla.core import EngineOptions
 from batchmla.engine.config import EngineConfig, draft, resolve
+from batchmla.engine.driver import CONTEXT_BYTES
 from batchmla.engine.engine import load_engine, plan_engine
 from batchmla.engine.hardware import Hardware, detect, parse_hardware
 from batchmla.engine.settle import settle_dtype
@@ -64,10 +65,32 @@ def test_pool_and_everything_else_stay_within_the_share() -> None:
             config = settle(replace(OPTIONS, max_num_seqs=32), smaller)
             memory = config.memory
             used = config.kv_pool_bytes + memory.weights_bytes + memory.workspace_bytes
+            used += memory.driver_bytes
+            assert (memory.driver_bytes > 0) == (hardware.kind == "cuda")
             assert used <= 0.92 * gib * GIB + 1
             assert config.num_pages >= config.layout.pages_for(config.max_model_len)
             if config.num_pages < 32 * config.layout.pages_for(8192):
                 assert used > 0.85 * gib * GIB, "memory is left unused"
+
+
+def test_a_context_is_counted_once_where_it_is_in_use_already() -> None:
+    """Where other processes leave less than the share: what is free and the own context."""
+    others = 20 * GIB
+    free = H200.memory_bytes - others
+    planned = settle(hardware=replace(H200, free_bytes=free))
+    running = replace(H200, free_bytes=free - CONTEXT_BYTES, context_bytes=CONTEXT_BYTES)
+    assert settle(hardware=running) == planned
+    memory = planned.memory
+    assert memory.reserve_bytes == others and memory.driver_bytes == CONTEXT_BYTES
+    used = planned.kv_pool_bytes + memory.weights_bytes + memory.workspace_bytes
+    assert 0 <= free - CONTEXT_BYTES - used < planned.layout.page_bytes
+
+
+def test_a_misfit_on_a_gpu_names_what_the_driver_takes() -> None:
+    drafted = draft(OPTIONS, FakeConfig(), layout_of, H200, 200 * GIB)
+    assert drafted.misfit is not None
+    assert "weights 200.00 GiB, driver 512.00 MiB, workspace " in drafted.misfit
+    assert "driver" not in misfit(OPTIONS, 30 * GIB)
 
 
 def test_cpu_pool_is_no_larger_than_the_sequences_can_use() -> None:
