@@ -63,7 +63,7 @@ class RoutedRows:
         may have experts on this rank, and each goes to as many ranks as its router allows.
 
         Where ranks have whole experts a piece of `PIECE_CHOICES` is computed at a time, as rows
-        gathered, gated, made and weighed and as float32, and is added to a float32 sum; else all
+        gathered, gated, made and weighed, then as float32, and is added to a float32 sum; else all
         choices are. Rows of groups come packed and return as sums, which are added in float32.
         """
         rows = tokens * self.choice.active if is_exact else tokens
@@ -95,7 +95,8 @@ class RoutedRows:
         if self.placement.expert == 1:
             return (choices * (self.features + width) + rows * width) * itemsize
         piece = min(choices, PIECE_CHOICES)
-        computed = piece * ((3 * width + self.features) * itemsize + 4 * width)
+        gated = (3 * width + self.features) * itemsize
+        computed = piece * max(gated, (itemsize + 4) * width)
         return max(computed, rows * width * itemsize) + rows * 4 * width
 
 

@@ -168,8 +168,9 @@ def _run_own(
     weights_X1, ids_X1 = weights_RA[is_mine_RA][:, None], ids_RA[is_mine_RA][:, None]
     for first in range(0, len(row_X), PIECE_CHOICES):
         piece = slice(first, first + PIECE_CHOICES)
-        own_XM = run(x_RM[row_X[piece]], weights_X1[piece], ids_X1[piece])
-        out_RM.index_add_(0, row_X[piece], own_XM.float())
+        own_XM = run(x_RM[row_X[piece]], weights_X1[piece], ids_X1[piece]).float()
+        out_RM.index_add_(0, row_X[piece], own_XM)
+        del own_XM  # before the next ones are made
     return out_RM.to(x_RM.dtype)
 
 

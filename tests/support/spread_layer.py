@@ -1,5 +1,6 @@
 """One layer of experts on several gloo ranks, each attention group with tokens of its own."""
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -8,7 +9,7 @@ from gloo_ranks import bring, run_ranks
 from batchmla import kernels
 from batchmla.kernels.ops import RouterDims
 from batchmla.layers.moe import Moe
-from batchmla.parallel import Par
+from batchmla.parallel import Par, Traffic
 from batchmla.placement import Placement
 
 EXPERTS, ACTIVE, WIDTH, FEATURES, SHARED = 8, 3, 16, 32, 16
@@ -16,6 +17,15 @@ NUM_RANKS = 4
 GROUP_TOKENS = (5, 0, 9, 2)
 Sizes = tuple[int, int, int]
 """tensor, expert, attention_data"""
+
+
+@dataclass
+class Found:
+    """What a rank's group gets, and how often and with how many bytes the rank sent rows."""
+
+    out_TM: torch.Tensor
+    calls: int
+    row_bytes: int
 
 
 def tokens_of(group: int) -> torch.Tensor:
@@ -29,7 +39,8 @@ def make_layer(par: Par, *, exact: bool = False) -> Moe:
     place, ops = par.placement, kernels.load("cpu", exact=exact)
     layer = Moe(
         par, ops, width=WIDTH, num_experts=EXPERTS, expert_width=FEATURES, shared_width=SHARED,
-        router=RouterDims(active=ACTIVE, normalise=True, scale=1.5), has_router_bias=False,
+        router=RouterDims(active=ACTIVE, normalise=True, scale=1.5, groups=4, kept_groups=2),
+        has_router_bias=False,
     )  # fmt: skip
     generator = torch.Generator().manual_seed(0)
 
@@ -56,23 +67,25 @@ def make_layer(par: Par, *, exact: bool = False) -> Moe:
     return layer
 
 
-def run_on_ranks(scratch: Path, placements: list[Sizes]) -> list[dict[bool, list[torch.Tensor]]]:
-    """Per rank, out of and in exact mode, by placement: what the rank's group gets."""
+def run_on_ranks(scratch: Path, placements: list[Sizes]) -> list[dict[bool, list[Found]]]:
+    """Per rank, out of and in exact mode, by placement."""
     return run_ranks(_run_rank, NUM_RANKS, scratch, placements)
 
 
 def _run_rank(rank: int, scratch: Path, placements: list[Sizes]) -> None:
     torch.set_num_threads(1)
-    found: dict[bool, list[torch.Tensor]] = {False: [], True: []}
+    found: dict[bool, list[Found]] = {False: [], True: []}
     for index, (tensor, expert, attention_data) in enumerate(placements):
         place = Placement(tensor=tensor, expert=expert, attention_data=attention_data, rank=rank)
         for exact, outputs in found.items():
             par = Par.connect(place, scratch / f"store{index}{exact}", 180, is_ordered=exact)
             layer, x_TM = make_layer(par, exact=exact), tokens_of(place.group)
             if len(x_TM):
-                outputs.append(layer.forward(x_TM))
+                out_TM = layer.forward(x_TM)
             else:
                 layer.serve(torch.float32, x_TM.device)
-                outputs.append(x_TM)
+                out_TM = x_TM
+            sent = par.traffic.get("rows", Traffic())
+            outputs.append(Found(out_TM=out_TM, calls=sent.calls, row_bytes=sent.nbytes))
             par.close()
     bring(found, rank, scratch)
