@@ -144,6 +144,7 @@ class Par:
         self.is_ordered = is_ordered
         self.traffic: dict[str, Traffic] = {}
         self.group_rows: Sequence[int] = ()  # that each group brings to what the groups share next
+        self.fault: Callable[[], Exception | None] = lambda: None  # of another rank, if known here
         self._links = links
         self._small: SmallSums | None = None
 
@@ -184,6 +185,12 @@ class Par:
         if backend == "nccl" and is_near and not is_ordered:
             par._small = SmallSums.of_group(links.tensor, torch.device("cuda", placement.rank))
         return par
+
+    def check(self) -> None:
+        """Raises what is known to have ended another rank: for long work without collectives."""
+        fault = self.fault()
+        if fault is not None:
+            raise fault
 
     def close(self) -> None:
         """Leaves the groups."""

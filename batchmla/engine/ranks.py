@@ -115,6 +115,7 @@ class Ranks:
             )
         except DeviceError as error:
             raise self.explain(error) from error
+        self._par.fault = lambda: self._fault
 
     @property
     def par(self) -> Par:

@@ -41,7 +41,8 @@ def load_model(
     keeps_quantised: bool = False,
 ) -> Model:
     """The model of `folder` on this rank; the checkpoint is checked whole before a tensor is
-    read. Quantised weights are expanded to `dtype` unless it `keeps_quantised`."""
+    read. Quantised weights are expanded to `dtype` unless it `keeps_quantised`. Raises what ends
+    another rank meanwhile."""
     family = get_family(raw_config)
     config, said = family.Config.from_hf(raw_config), read_quantisation(raw_config)
     start_s, read_bytes = time.monotonic(), 0
@@ -58,7 +59,7 @@ def load_model(
         checked_bytes = checkpoint.read_bytes
         load(
             model, checkpoint, rules, placement, ops, dtype, device, said,
-            keeps_quantised=keeps_quantised,
+            keeps_quantised=keeps_quantised, may_go_on=par.check,
         )  # fmt: skip
         read_bytes = checkpoint.read_bytes - checked_bytes
     else:

@@ -4,7 +4,7 @@ import hashlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -121,8 +121,10 @@ def load(
     *,
     keeps_quantised: bool = False,
     log_every_s: float = LOG_EVERY_S,
+    may_go_on: Callable[[], None] = lambda: None,
 ) -> None:
     """Reads this rank's slices, weight by weight in the files' order; `check` must have passed.
+    Before each one `may_go_on` is called, which may raise.
 
     Quantised matrices stay so with `keeps_quantised`, as far as `ops` reads them; else, and where
     parts of one weight are of different forms, they are expanded.
@@ -140,6 +142,7 @@ def load(
     unread = Counter(file for pieces in by_target.values() for file in source.files(pieces))
     progress = _Progress(by_target, log_every_s)
     for target in sorted(by_target, key=lambda target: source.place(by_target[target][0])):
+        may_go_on()
         weight, pieces, scheme = weights[target], by_target[target], schemes.get(target)
         if scheme is None:
             weight.fill(source.plain(pieces, weight, dtype, device), ops)

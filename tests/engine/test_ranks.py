@@ -4,6 +4,7 @@ everything when a rank ends.
 
 import os
 import signal
+import threading
 import time
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from batchmla.engine.engine import EngineCore, load_engine, plan_engine, read_co
 from batchmla.engine.hardware import detect
 from batchmla.engine.source import ListSource
 from batchmla.errors import DeviceError, JobError
+from batchmla.weights import load as load_module
 
 SLOW_TOKENS = 600  # of a prompt that goes on while ranks are disturbed
 
@@ -127,6 +129,26 @@ def test_fc_161_a_rank_that_hangs_ends_the_run(tmp_path: Path) -> None:
     taken_s, message = disturbed(tmp_path, signal.SIGSTOP)
     assert taken_s < 30
     assert "rank 2 has given no sign of life" in message
+
+
+def test_a_rank_that_dies_while_rank_0_loads_ends_that_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 has most of its weights to read yet, each of which takes it a while here."""
+    write_tiny(tmp_path, "v3")
+    filled: list[str] = []
+
+    def slowly(_: object, target: str) -> None:
+        if not filled:
+            os.kill(children()[0].pid, signal.SIGKILL)
+        filled.append(target)
+        threading.Event().wait(0.25)
+
+    monkeypatch.setattr(load_module._Progress, "filled", slowly)
+    with pytest.raises(DeviceError, match="rank 1 was ended by SIGKILL"):
+        open_engine(tmp_path, 2)
+    assert len(filled) < 12, "of about 40"
+    assert not children(), "an orphan"
 
 
 def test_what_a_rank_finds_wrong_is_told(tmp_path: Path) -> None:
