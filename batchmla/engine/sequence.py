@@ -205,13 +205,16 @@ class Sequence:
         )
 
     def not_finite(self) -> str:
-        """What to say where the logits were not."""
-        scores = None if self.extras is None else self.extras.prompt_scores
-        position = None if scores is None else scores.bad_position
-        count = self.num_tokens if position is None else position
+        """What to say where the logits were not. Of a prompt no position: one value spoils all rows
+        that are computed together with its own, also those before it."""
+        where = f"in its prompt of {self.prompt_tokens} tokens"
+        if self.num_generated:
+            where = (
+                f"after {self.num_tokens} tokens ({self.prompt_tokens} of them the prompt's), at "
+                f"position {self.num_tokens}"
+            )
         return (
-            f"row {self.prompt.row_id}: the model gave logits that are not finite after {count} "
-            f"tokens ({self.prompt_tokens} of them the prompt's), at position {count}; try "
+            f"row {self.prompt.row_id}: the model gave logits that are not finite {where}; try "
             "model.dtype: float32"
         )
 

@@ -1,5 +1,6 @@
 """Field cases of numbers: rows that are not finite fail alone, and nobody else's row moves."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +100,29 @@ def test_fc_171_a_row_that_is_not_finite_ends_with_its_own_error(
             assert not len(completion.token_ids), "no token of the row is billed as an answer"
         else:
             assert completion.error is None and len(completion.token_ids) == 6
+
+
+@pytest.mark.parametrize("name", ["llama", "v3"])
+def test_what_is_said_of_a_prompt_does_not_depend_on_how_it_was_cut(
+    folders: dict[str, Path], name: str
+) -> None:
+    """With log-probabilities of prompts, all rows of which are looked at, and without."""
+    scored = replace(GREEDY, prompt_logprobs=1)
+    prompts = [
+        replace(prompt, params=params, index=prompt.index + 24 * at)
+        for at, params in enumerate((GREEDY, scored))
+        for prompt in company()
+        if is_poor(prompt)
+    ]
+    said = [
+        {index: each.error for index, each in run(folders[name], prompts, is_exact=False,
+                                                  **settings)[0].items()}
+        for settings in (*SETTINGS, {"max_num_seqs": 24, "max_batched_tokens": 1})
+    ]  # fmt: skip
+    assert all(each == said[0] for each in said)
+    for prompt in prompts:
+        text = f"not finite in its prompt of {len(prompt.token_ids)} tokens"
+        assert text in (said[0][prompt.index] or "")
 
 
 @pytest.mark.parametrize("is_exact", [True, False], ids=["exact", "default"])
