@@ -38,7 +38,8 @@ unit: $(STAMP)
 # the longest tests, which test-integrations runs
 LONG := tests/acceptance/test_kill_tally.py::test_twenty_kills_lose_and_double_nothing
 LONG_RAY := is_killed_leaves and not even_when_killed and not has_lost_all_replicas \
-	and not another_node_that_hangs and not loses_a_node and not ranks_on_all_nodes
+	and not another_node_that_hangs and not loses_a_node and not ranks_on_all_nodes \
+	and not while_it_loads
 
 # Ray leaves threads behind in the process that it was used from
 replicas: $(STAMP)

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -92,6 +93,20 @@ def test_a_rank_on_another_node_that_hangs_is_noticed(cluster: Any, tmp_path: Pa
     assert are_gone(ranks), "within 30 s"
     err = finished(job, process, alone.table("alone").drop_columns(["cached_tokens"]))
     assert "rank 1 has given no sign of life for 15 s" in err, err
+
+
+def test_a_rank_that_dies_while_it_loads_is_begun_anew(
+    cluster: Any, one_machine: Any, tmp_path: Path
+) -> None:
+    job = two_ranks(tmp_path, cluster.address)
+    process = job.start("out")
+    until_s = time.monotonic() + 200
+    while not (ranks := rank_processes()):
+        assert process.poll() is None and time.monotonic() < until_s, process.communicate()
+        time.sleep(0.05)
+    os.kill(ranks[0].pid, signal.SIGKILL)
+    err = finished(job, process, one_machine)
+    assert "ended while it loaded the model: rank 1 " in err, err
 
 
 @pytest.mark.parametrize("of_rank", [0, 1])
