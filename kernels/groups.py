@@ -9,6 +9,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+EXPANDED_BYTES = 2**28  # of keys and values that kernels of GPUs make from latents at a time
+
 
 @dataclass(frozen=True, slots=True)
 class PageRun:

@@ -24,7 +24,7 @@ from batchmla.engine.settle import (
 )
 from batchmla.engine.workspace import Workspace
 from batchmla.errors import DeviceError, JobError
-from batchmla.kernels.cpu.head_blocks import MAX_EXPANDED_BYTES
+from batchmla.kernels.groups import EXPANDED_BYTES
 from batchmla.kv.capacity import MemoryBudget, kv_capacity_tokens, pool_bytes
 from batchmla.kv.layout import DTYPE_BYTES, KVLayout
 from batchmla.layers.across import piece_rows
@@ -143,7 +143,7 @@ def draft(
         width=getattr(config, "width", 0),
         routed=routed,
         shared_elements=_shared_elements(config, placement, max_num_seqs, max_batched_tokens),
-        max_expanded_bytes=MAX_EXPANDED_BYTES if reads_pages else None,
+        max_expanded_bytes=EXPANDED_BYTES if reads_pages else None,
         reads_pages=reads_pages,
     )
     pool = Pool(

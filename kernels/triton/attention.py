@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 import torch.nn.functional as F
 
-from batchmla.kernels.groups import Groups, Spans
+from batchmla.kernels.groups import EXPANDED_BYTES, Groups, Spans
 from batchmla.kernels.ops import MlaDims, Ops, Packed
 from batchmla.kernels.sparse_ops import ReadRecordOp, Record
 from batchmla.kernels.triton.gqa_decode import decode_tiling, gqa_decode
@@ -28,7 +28,6 @@ from batchmla.kernels.triton.prefill import HeadRows, prefill, prefill_tiling
 from batchmla.kernels.triton.spans import put
 
 LOG2_E = math.log2(math.e)
-EXPANDED_BYTES = 2**28  # of keys and values that are made from latents at a time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -217,7 +216,7 @@ class Attention:
         num_pages = max(1, self._limits.expanded_bytes // page_bytes)
         chunks = expanded_chunks(spans, num_pages, tiling, q_THD.device)
         state = None
-        if len(chunks) > 1:
+        if any(chunk.keys[0] for chunk in chunks):
             state = (
                 q_THD.new_empty((len(q_THD), dims.heads, dims.value), dtype=torch.float32),
                 q_THD.new_empty((len(q_THD), dims.heads), dtype=torch.float32),

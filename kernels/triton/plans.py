@@ -1,7 +1,7 @@
 """Which kernel serves which sequences of a step, and the tables for it, made once and kept with the
 spans. G sequences of spans, U distinct pages."""
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -109,17 +109,36 @@ def _kept_tables(
 def expanded_chunks(
     spans: Spans, num_pages: int, tiling: PrefillTiling, device: torch.device
 ) -> list[Chunk]:
-    """Runs of `num_pages` pages of every sequence, until none has more."""
+    """Runs of `num_pages` pages of every sequence, until none has more; each run of as many
+    sequences at a time as have no more pages than that together. Where a sequence's runs begin does
+    not depend on the others."""
 
     def make() -> list[Chunk]:
         most = int(-(-spans.num_keys_G.max() // spans.page_tokens))
         return [
-            _chunk(spans, first, first + num_pages, tiling, device)
+            _chunk(spans, chosen, first, first + num_pages, tiling, device)
             for first in range(0, max(most, 1), num_pages)
+            for chosen in _together(spans, first, num_pages)
         ]
 
     made: list[Chunk] = spans.kept.get(("expanded", num_pages, tiling, device), make)
     return made
+
+
+def _together(spans: Spans, first: int, num_pages: int) -> Iterator[HostInts]:
+    """Neighbours whose runs from page `first` on are at most `num_pages` different pages."""
+    counts_G = np.clip(-(-spans.num_keys_G // spans.page_tokens) - first, 0, num_pages)
+    chosen: list[int] = []
+    pages: set[int] = set()
+    for sequence, count in enumerate(counts_G.tolist()):
+        row_P = spans.pages_GP[spans.table_row_G[sequence]]
+        own = set(row_P[first : first + count].tolist())
+        if chosen and len(pages | own) > num_pages:
+            yield np.array(chosen)
+            chosen, pages = [], set()
+        chosen.append(sequence)
+        pages |= own
+    yield np.array(chosen)
 
 
 def _is_short(spans: Spans, group: int) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
@@ -129,18 +148,25 @@ def _is_short(spans: Spans, group: int) -> np.ndarray[tuple[int], np.dtype[np.bo
 
 
 def _chunk(
-    spans: Spans, first: int, stop: int, tiling: PrefillTiling, device: torch.device
+    spans: Spans,
+    chosen: HostInts,
+    first: int,
+    stop: int,
+    tiling: PrefillTiling,
+    device: torch.device,
 ) -> Chunk:
-    """The pages from `first` up to `stop` of every sequence."""
+    """The pages from `first` up to `stop` of some sequences."""
     assert spans.pages_U is not None, "expanded sequences name the pages they expand"
-    counts_G = np.clip(-(-spans.num_keys_G // spans.page_tokens) - first, 0, stop - first)
+    counts_G = np.zeros_like(spans.num_keys_G)
+    keys_C = spans.num_keys_G[chosen]
+    counts_G[chosen] = np.clip(-(-keys_C // spans.page_tokens) - first, 0, stop - first)
     owner, place = numbered(counts_G)
     rows, columns = spans.table_row_G[owner], first + place
     used, places = np.unique(spans.pages_GP[rows, columns], return_inverse=True)
     table_GP: HostInts = np.zeros_like(spans.pages_GP)
     table_GP[rows, columns] = places
     host = plan_tiles(
-        replace(spans, pages_GP=table_GP), np.arange(len(counts_G)),
+        replace(spans, pages_GP=table_GP), chosen,
         query_rows=1, block_rows=tiling.rows, pages=(first, stop),
     )  # fmt: skip
     return Chunk(

@@ -11,6 +11,8 @@ from batchmla.kernels.groups import Groups
 from batchmla.kernels.ops import MlaDims
 from batchmla.kernels.sparse_ops import Record
 from batchmla.kernels.triton.attention import Attention, Device, Limits
+from batchmla.kernels.triton.plans import expanded_chunks
+from batchmla.kernels.triton.prefill import prefill_tiling
 
 NOBODY = Groups(members=())
 TORCH = kernels.load("torch")
@@ -176,6 +178,28 @@ def test_a_row_does_not_depend_on_others(expands: bool) -> None:
     for index, first in enumerate(paged.first_rows()[:-1]):
         rows = slice(first, first + sequences[index][0])
         assert torch.equal(of([index])[rows], together[rows])
+
+
+@pytest.mark.parametrize("limit", [1, 3, 5, 100])
+def test_no_more_pages_are_expanded_at_a_time_than_is_said(limit: int) -> None:
+    """Of all sequences together, those of two with the same pages once. Where a sequence is cut
+    does not follow from the others."""
+    sequences = [(6, 40), (5, 70), (2, 16), (7, 16), (3, 90)]
+    paged = make_paged(sequences, 32, torch.bfloat16, 16)
+    paged.pages_SP[1, :3] = paged.pages_SP[0, :3]
+    (spans,) = paged.spans(is_expanded=True).spans
+    tiling = prefill_tiling(24, 2, has_tma=False)
+    chunks = expanded_chunks(spans, limit, tiling, torch.device("cpu"))
+    assert max(len(chunk.pages_U) for chunk in chunks) <= limit
+    assert {chunk.keys[0] % (16 * limit) for chunk in chunks} == {0}
+    expanded = [page for chunk in chunks for page in chunk.pages_U.tolist()]
+    held = {
+        page for row, (_, keys) in zip(paged.pages_SP.tolist(), sequences, strict=True)
+        for page in row[: -(-keys // 16)]
+    }  # fmt: skip
+    assert sorted(expanded) == sorted(held), "each once, here where sharers are neighbours"
+    if limit == 100:
+        assert len(chunks) == 1
 
 
 def test_scores_of_any_size() -> None:
