@@ -111,11 +111,10 @@ class LazyScheduler(Scheduler):
                 self._make_room(group, row)
         return self._with_prompts(group, [], self._prompts, self.num_decodes, self.context_tokens)
 
-    def _forecast(self, room: _Room) -> Forecast:
-        if room.forecast is None:
-            for row in self._offsets:
-                self._count(row)
-        return super()._forecast(room)
+    def _forecast(self, group: Group) -> Forecast:
+        for row in self._offsets:
+            self._count(row)
+        return super()._forecast(group)
 
     def _preempt(self, sequence: Sequence) -> None:
         if sequence in self._offsets:

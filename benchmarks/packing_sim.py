@@ -66,7 +66,7 @@ def simulate(
     clock = Clock(machine, rows.output_tokens, overlap=overlap)
     engine = make_engine(machine, clock)
     if order in PACED:
-        engine._scheduler.pace = pace_of(machine)
+        engine._scheduler.pace = pace_of(machine, overlap)
     packer = make_packer(rows.prompts, is_packed=order.startswith("packed"))
     count = 0
     for completion in engine.generate(packer):
@@ -95,12 +95,13 @@ def simulate(
     )
 
 
-def pace_of(machine: Machine) -> Pace:
-    """By the machine's rates."""
+def pace_of(machine: Machine, overlap: str = "all") -> Pace:
+    """By the machine's rates, for a device that overlaps so much."""
     return Pace(
         costs=machine.costs,
         flops_per_byte=machine.rates.flops_per_s / machine.rates.bytes_per_s,
         least_tokens=machine.page_tokens,
+        overlaps_attention=overlap == "all",
     )
 
 

@@ -16,18 +16,12 @@ from typing import Any
 import torch
 
 from batchmla import kernels
-from batchmla.core import (
-    Completion,
-    EngineOptions,
-    EngineStats,
-    ExpertLoad,
-    Prompt,
-    PromptSource,
-)
+from batchmla.core import Completion, EngineOptions, EngineStats, ExpertLoad, Prompt, PromptSource
 from batchmla.engine.ahead import Ahead
 from batchmla.engine.build import RankPlan, build_forward
 from batchmla.engine.candidates import settle_parallel
 from batchmla.engine.config import EngineConfig, resolve
+from batchmla.engine.device_pace import device_pace
 from batchmla.engine.drafts import draft_placed, engine_facts
 from batchmla.engine.expert_load import expert_load
 from batchmla.engine.forward import Forward, StepOutOfMemory
@@ -35,6 +29,7 @@ from batchmla.engine.group import Chunk, Limits
 from batchmla.engine.hardware import Hardware, detect
 from batchmla.engine.memory import PeakMemory
 from batchmla.engine.meter import StepMeter
+from batchmla.engine.pace import Pace
 from batchmla.engine.ranks import Launch, Ranks
 from batchmla.engine.runner import Followers, Runner
 from batchmla.engine.sampler import Draw, Sampler
@@ -81,15 +76,17 @@ class EngineCore:
         followers: Followers | None = None,
         memory: PeakMemory | None = None,
         reader: Reader | None = None,
+        pace: Pace | None = None,
     ) -> None:
         """`placement`: each attention group has `num_pages` and `limits` of its own. `followers`:
         the other ranks of a model that is spread over several; `memory` measures since before this
         one was loaded. With a `reader` a step begins before the one before it is known (`ahead`).
+        `pace`: of prompts, where completions leave time for them.
         """
         self._placement = placement or Placement()
         num_groups = self._placement.attention_data
         pools = [PageTable(num_pages, layout.page_tokens) for _ in range(num_groups)]
-        self._scheduler = Scheduler(pools, limits)
+        self._scheduler = Scheduler(pools, limits, pace)
         sampler = Sampler(sample, vocab_limit=vocab_limit, device=device, reader=reader)
         self._runner = Runner(forward, sampler, layout.page_tokens, followers)
         assert reader is None or followers is None, "drawn tokens are on this rank alone"
@@ -317,6 +314,7 @@ def load_engine(
         followers=ranks,
         memory=memory,
         reader=CudaReader() if plan.device.type == "cuda" and ranks is None else None,
+        pace=device_pace(raw_config, config, hardware),
     )
 
 

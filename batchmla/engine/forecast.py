@@ -10,6 +10,8 @@ The largest expectation over t, plus `MARGIN` standard deviations, is the foreca
 are certain the variance is 0 and the forecast is the exact peak. S sequences, K points of time.
 """
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from batchmla.engine.lengths import Floats, Ints, LengthEstimator, bins
@@ -28,8 +30,21 @@ def time_points(page_tokens: int, most_tokens: int) -> Ints:
     return np.array(points, np.int64)
 
 
+@dataclass(frozen=True, slots=True)
+class Addition:
+    """What a candidate would add: pages over time, their variance, idle pages that it holds."""
+
+    mean_K: Floats
+    variance_K: Floats
+    idle_pages: int
+
+
 class Forecast:
-    """The pages of the running sequences over time, extended one candidate at a time."""
+    """The pages of the running sequences over time, extended one candidate at a time.
+
+    It holds for some steps: all sequences then have as many tokens more, and those that have ended
+    are still counted.
+    """
 
     def __init__(
         self,
@@ -41,6 +56,7 @@ class Forecast:
         most_tokens: int,
     ) -> None:
         """`most_tokens`: that a sequence may still generate."""
+        self.most_tokens = most_tokens
         self._page_tokens = page_tokens
         self._expected_tokens = lengths.expected_tokens
         self._starts_K = time_points(page_tokens, most_tokens)
@@ -62,21 +78,8 @@ class Forecast:
         left = max(expected - candidate.num_generated, self._page_tokens)
         return -(-min(left, candidate.max_total - candidate.num_tokens) // self._page_tokens)
 
-    def peak_pages(self, candidate: Sequence, new_pages: int, reused_idle_pages: int) -> int:
-        """The peak if `candidate` joined with `new_pages` of its own and so many idle ones."""
-        mean_K, variance_K = self._of(candidate, new_pages)
-        spread_K = np.sqrt(self._variance_K + variance_K)
-        peak = np.max(self._mean_K + mean_K + MARGIN * spread_K)
-        return self._shared_pages + reused_idle_pages + int(np.ceil(peak - 1e-6))
-
-    def add(self, candidate: Sequence, new_pages: int, reused_idle_pages: int) -> None:
-        """Counts an admitted candidate as running."""
-        mean_K, variance_K = self._of(candidate, new_pages)
-        self._mean_K = self._mean_K + mean_K
-        self._variance_K = self._variance_K + variance_K
-        self._shared_pages += reused_idle_pages
-
-    def _of(self, candidate: Sequence, new_pages: int) -> tuple[Floats, Floats]:
+    def addition(self, candidate: Sequence, new_pages: int, reused_idle_pages: int) -> Addition:
+        """Of a candidate with `new_pages` of its own and so many idle ones."""
         whole = -(-candidate.num_tokens // self._page_tokens)
         mean_SK, variance_SK = self._pages(
             np.array([candidate.num_generated], np.float64),
@@ -85,7 +88,19 @@ class Forecast:
             np.array([whole - new_pages], np.int64),
             np.array([candidate.max_total - candidate.num_tokens], np.int64),
         )
-        return mean_SK[0], variance_SK[0]
+        return Addition(mean_SK[0], variance_SK[0], reused_idle_pages)
+
+    def peak_pages(self, addition: Addition) -> int:
+        """The peak if a candidate joined."""
+        spread_K = np.sqrt(self._variance_K + addition.variance_K)
+        peak = np.max(self._mean_K + addition.mean_K + MARGIN * spread_K)
+        return self._shared_pages + addition.idle_pages + int(np.ceil(peak - 1e-6))
+
+    def add(self, addition: Addition) -> None:
+        """Counts an admitted candidate as running."""
+        self._mean_K = self._mean_K + addition.mean_K
+        self._variance_K = self._variance_K + addition.variance_K
+        self._shared_pages += addition.idle_pages
 
     def _expected(self, sequences: list[Sequence]) -> Floats:
         usual = self._expected_tokens

@@ -1,34 +1,54 @@
 """How many prompt tokens a step should compute beside its completions: as many as are free.
 
-A step of completions waits for memory: weights and cache are read for few tokens. Prompt tokens
-fill that time with products, up to where the flops of the step take as long as its bytes; more of
-them would only wait for their own. Spread like that over the steps, prompts cost nothing as long as
-there are fewer of them than time to fill.
+Products of a step of completions wait for memory, as weights are read for few tokens. Prompt tokens
+fill that time, up to where the flops of the step take as long as its bytes; more of them would only
+wait for their own. Spread like that over the steps, prompts cost nothing as long as there are fewer
+of them than time to fill. Where there are more, steps would become many and small, so that the
+limit is raised until nearly all places are taken.
 """
 
 from dataclasses import dataclass
 
 from batchmla.engine.costs import StepCosts
 
+RAISE = 1.0005  # a step that the limit held back while places were free
+LOWER = 1.02  # a step that it did not
+MOST = 16.0
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+
+@dataclass(slots=True, kw_only=True)
 class Pace:
-    """`flops_per_byte`: what the device computes in the time in which it reads a byte."""
+    """What a device allows: `costs` are those of all devices together, which share the work of so
+    many `groups`; `flops_per_byte` is what they compute in the time in which they read a byte.
+
+    `overlaps_attention`: a device that reads for attention while it multiplies weights. Else only
+    within the products, one after the other, there is time to fill. `scale`: of the limit, at
+    present.
+    """
 
     costs: StepCosts
     flops_per_byte: float
     least_tokens: int
+    groups: int = 1
+    overlaps_attention: bool = False
+    scale: float = 1.0
 
-    def prompt_tokens(self, decodes: int, context_tokens: int, read_tokens: int) -> int:
-        """For a step of `decodes` completions with so many tokens of context in all, of which
-        `read_tokens` are read from the cache.
-        """
+    def prompt_tokens(self, decodes: int, context_tokens: int) -> int:
+        """For a group's step of `decodes` completions, which read so much context in all."""
+        return max(self.least_tokens, int(self.scale * self._free(decodes, context_tokens)))
+
+    def note(self, *, was_short: bool) -> None:
+        """Whether the last step had prompts and places left, but no tokens for them."""
+        self.scale = self.scale * RAISE if was_short else self.scale / LOWER
+        self.scale = min(max(self.scale, 1.0), MOST)
+
+    def _free(self, decodes: int, context_tokens: int) -> float:
         costs = self.costs
-        mean_context = context_tokens / decodes if decodes else 0.0
         # with the tokens added, a step goes to nearly all experts
-        read_bytes = costs.weight_bytes(decodes + 2 * self.least_tokens)
-        read_bytes += costs.kv_token_bytes * read_tokens
-        flops = costs.linear_flops(decodes, decodes) + costs.attention_flops(0, context_tokens)
-        token_flops = costs.token_flops + costs.prompt_pair_flops * mean_context
-        free = (read_bytes * self.flops_per_byte - flops) / token_flops
-        return max(self.least_tokens, int(free))
+        read_bytes = costs.weight_bytes(self.groups * (decodes + 2 * self.least_tokens))
+        read_bytes /= self.groups
+        flops = costs.linear_flops(decodes, decodes)
+        if self.overlaps_attention:
+            read_bytes += costs.kv_token_bytes * context_tokens
+            flops += costs.attention_flops(0, context_tokens)
+        return (read_bytes * self.flops_per_byte - flops) / costs.token_flops

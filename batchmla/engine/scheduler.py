@@ -7,7 +7,7 @@ therefore never stopped, and since a full context fits into the pool, every sequ
 """
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
@@ -21,6 +21,8 @@ from batchmla.engine.sequence import Sequence, failed
 from batchmla.engine.source import ForesightSource
 from batchmla.kv.pages import PageTable
 
+FORECAST_STEPS = 8  # that a forecast is good for: a part of a page
+
 
 @dataclass(slots=True)
 class _Room:
@@ -29,7 +31,6 @@ class _Room:
     group: Group
     chunks: list[Chunk]
     left_tokens: int
-    forecast: Forecast | None = None
 
 
 class Scheduler:
@@ -38,15 +39,17 @@ class Scheduler:
     prefix found in a group counts for it, but does not draw all sequences there.
     """
 
-    def __init__(self, tables: Items[PageTable], limits: Limits) -> None:
-        """A page table for each group; `limits` are those of every group."""
+    def __init__(self, tables: Items[PageTable], limits: Limits, pace: Pace | None = None) -> None:
+        """A page table for each group; `limits` are those of every group. Without a `pace` prompts
+        take all that a step has left.
+        """
         for pages in tables:
             pool_tokens = pages.num_pages * pages.page_tokens
             assert limits.max_model_len <= pool_tokens, f"{limits} in {pool_tokens} tokens"
         self.limits = limits
         self.groups = tuple(Group(pages, limits, index) for index, pages in enumerate(tables))
         self.lengths = LengthEstimator(min(512, limits.max_model_len))
-        self.pace: Pace | None = None  # None: prompts take what a step has left
+        self.pace = pace
         self.relief = Relief(limits)
         self.is_short = False  # a sequence had no page to grow into, and none was taken
         self.preemptions = 0
@@ -55,6 +58,8 @@ class Scheduler:
         self._waiting: deque[Sequence] = deque()
         self._preempted: deque[Sequence] = deque()  # oldest first
         self._arrivals = 0
+        self._steps = 0
+        self._forecasts: dict[int, tuple[Forecast, int]] = {}  # by group, with the step it is of
 
     @property
     def num_running(self) -> int:
@@ -109,8 +114,11 @@ class Scheduler:
     def schedule(self, *, may_preempt: bool = True) -> list[Chunk]:
         """The chunks of the next step, group by group; empty only when nothing is running or
         waiting, or when not `may_preempt`: sequences without a page to grow into then wait."""
+        self._steps += 1
         rooms = [self._go_on(group, may_preempt) for group in self.groups]
         self._admit(rooms)
+        if self.pace is not None:
+            self.pace.note(was_short=any(self._is_short_of_tokens(room) for room in rooms))
         if len(rooms) == 1:
             return rooms[0].chunks
         return [chunk for room in rooms for chunk in room.chunks]
@@ -145,7 +153,7 @@ class Scheduler:
         and have so much context together.
         """
         left_tokens = self.relief.most_tokens - decodes
-        left_tokens = min(left_tokens, self._prompt_tokens(group, decodes, context_tokens))
+        left_tokens = min(left_tokens, self._prompt_tokens(decodes, context_tokens))
         room = _Room(group, chunks, left_tokens)
         for sequence in running:
             if sequence.wanted > 1 and room.left_tokens > 0:
@@ -202,13 +210,13 @@ class Scheduler:
             group.is_full = False
         self._waiting.clear()
         self._preempted.clear()
+        self._forecasts.clear()
 
-    def _prompt_tokens(self, group: Group, decodes: int, context_tokens: int) -> int:
+    def _prompt_tokens(self, decodes: int, context_tokens: int) -> int:
         """What prompts may take of a step with so many completions."""
         if self.pace is None:
             return self.relief.most_tokens
-        held_tokens = group.pages.used_pages * group.pages.page_tokens
-        return self.pace.prompt_tokens(decodes, context_tokens, min(context_tokens, held_tokens))
+        return self.pace.prompt_tokens(decodes, context_tokens)
 
     def _cut(self, sequence: Sequence, room: _Room) -> None:
         count = room.group.up_to_border(sequence, min(sequence.wanted, room.left_tokens))
@@ -228,6 +236,7 @@ class Scheduler:
 
     def _preempt(self, sequence: Sequence) -> None:
         self.preemptions += 1
+        self._forecasts.pop(sequence.group, None)
         self.groups[sequence.group].drop(sequence, keep_pages=sequence.published)
         place = 0
         while place < len(self._preempted) and self._preempted[place].arrival < sequence.arrival:
@@ -252,39 +261,54 @@ class Scheduler:
                         break
                     room.group.is_full = True
 
+    def _is_short_of_tokens(self, room: _Room) -> bool:
+        has_place = len(room.group.running) < self.relief.most_seqs and not room.group.is_full
+        return room.left_tokens <= 0 and has_place and self.num_waiting > 0
+
     def _is_open(self, room: _Room) -> bool:
         has_place = len(room.group.running) < self.relief.most_seqs
         return room.left_tokens > 0 and has_place and not room.group.is_full
 
-    def _forecast(self, room: _Room) -> Forecast:
-        """Made once a step, if at all; it follows the admissions."""
-        if room.forecast is None:
-            group = room.group
-            every = (*group.running, *self._preempted, *self._waiting)
-            room.forecast = Forecast(
-                group.running,
-                self.lengths,
-                used_pages=group.pages.used_pages,
-                page_tokens=group.pages.page_tokens,
-                most_tokens=max(each.max_total - each.num_tokens for each in every),
-            )
-        return room.forecast
+    def _forecast(self, group: Group) -> Forecast:
+        """A new one."""
+        every = (*group.running, *self._preempted, *self._waiting)
+        return Forecast(
+            group.running,
+            self.lengths,
+            used_pages=group.pages.used_pages,
+            page_tokens=group.pages.page_tokens,
+            most_tokens=max(each.max_total - each.num_tokens for each in every),
+        )
+
+    def _forecasts_for(self, sequence: Sequence, group: Group) -> Iterator[Forecast]:
+        """The last one while it is good, which counts some that have ended; then a new one."""
+        kept, step = self._forecasts.get(group.index, (None, 0))
+        if kept is not None and self._steps - step < FORECAST_STEPS:
+            if sequence.max_total - sequence.num_tokens <= kept.most_tokens:
+                yield kept
+            if step == self._steps:
+                return
+        made = self._forecast(group)
+        self._forecasts[group.index] = made, self._steps
+        yield made
 
     def _fits(self, sequence: Sequence, hits: list[int], room: _Room) -> bool:
-        pages, forecast = room.group.pages, self._forecast(room)
+        group, pages = room.group, room.group.pages
         new_pages = _new_pages(sequence, hits, pages)
         reused_idle = pages.idle_among(hits)
         if new_pages + reused_idle > pages.available_pages:
             return False
-        peak_pages = forecast.peak_pages(sequence, new_pages, reused_idle)
-        if room.group.running and peak_pages > pages.num_pages:
-            return False
-        forecast.add(sequence, new_pages, reused_idle)
-        return True
+        for forecast in self._forecasts_for(sequence, group):
+            addition = forecast.addition(sequence, new_pages, reused_idle)
+            if not group.running or forecast.peak_pages(addition) <= pages.num_pages:
+                forecast.add(addition)
+                return True
+        return False
 
     def _enter(self, sequence: Sequence, hits: list[int], room: _Room) -> None:
         is_first = sequence.cached_tokens is None
-        room.group.admit(sequence, hits, self._forecast(room).growth_pages(sequence))
+        forecast, _ = self._forecasts[room.group.index]
+        room.group.admit(sequence, hits, forecast.growth_pages(sequence))
         if is_first:
             self.admitted_prompt_tokens += sequence.prompt_tokens
             self.admitted_cached_tokens += sequence.cached_tokens or 0

@@ -36,6 +36,10 @@ def forecast_of(sequences: list[Sequence], lengths: LengthEstimator | None = Non
     return Forecast(sequences, estimator, used_pages=used, page_tokens=PAGE, most_tokens=9999)
 
 
+def peak_of(forecast: Forecast, candidate: Sequence, new_pages: int) -> int:
+    return forecast.peak_pages(forecast.addition(candidate, new_pages, 0))
+
+
 def exact_peak(rows: list[tuple[int, int]]) -> int:
     """Pages at the fullest moment of (tokens now, tokens left), all growing in step."""
     return max(
@@ -50,7 +54,7 @@ def test_certain_lengths_give_the_exact_peak_within_a_page_each(seed: int) -> No
     rows = [tuple(int(n) for n in rng.integers(1, 90, 2)) for _ in range(12)]
     sequences = [running(tokens, 0, left, expected=left) for tokens, left in rows]
     candidate = sequences.pop()
-    peak = forecast_of(sequences).peak_pages(candidate, -(-candidate.num_tokens // PAGE), 0)
+    peak = peak_of(forecast_of(sequences), candidate, -(-candidate.num_tokens // PAGE))
     assert exact_peak(rows) <= peak <= exact_peak(rows) + len(rows)
 
 
@@ -59,9 +63,9 @@ def test_an_added_candidate_counts_as_running() -> None:
     candidate, another = running(20, 0, 50, expected=40), running(8, 0, 50, expected=40)
     candidate.pages.truncate(0)
     forecast = forecast_of(sequences)
-    forecast.add(candidate, 5, 2)
+    forecast.add(forecast.addition(candidate, 5, 2))
     together = forecast_of([*sequences, running(20, 0, 50, expected=40)])
-    assert forecast.peak_pages(another, 2, 0) == together.peak_pages(another, 2, 0) + 2
+    assert peak_of(forecast, another, 2) == peak_of(together, another, 2) + 2
 
 
 def test_chance_makes_the_forecast_less_than_all_at_their_longest() -> None:
@@ -70,7 +74,7 @@ def test_chance_makes_the_forecast_less_than_all_at_their_longest() -> None:
     for length in lengths:
         estimator.observe(ended(int(length)))
     sequences = [running(10, 0, 300, expected=100) for _ in range(40)]
-    peak = forecast_of(sequences[1:], estimator).peak_pages(sequences[0], 3, 0)
+    peak = peak_of(forecast_of(sequences[1:], estimator), sequences[0], 3)
     drawn = [
         exact_peak([(10, int(length)) for length in rng.choice(lengths, 40)]) for _ in range(200)
     ]
@@ -83,7 +87,7 @@ def test_who_has_outlived_the_others_is_given_a_quarter_more() -> None:
     for _ in range(900):
         estimator.observe(ended(50))
     old = running(10, 4000, 9000, expected=100)
-    peak = forecast_of([old], estimator).peak_pages(running(1, 0, 1, expected=1), 1, 0)
+    peak = peak_of(forecast_of([old], estimator), running(1, 0, 1, expected=1), 1)
     assert (4010 + 990) // PAGE <= peak <= (4010 + 1010) // PAGE + 20
 
 
