@@ -24,7 +24,7 @@ from repeatability import make_prompt, preempt_often
 from safetensors.torch import save_file
 
 from batchmla.core import EngineOptions, Prompt
-from batchmla.engine.engine import EngineCore, load_engine, plan_engine, read_config
+from batchmla.engine.engine import EngineCore, load_engine, plan_engine
 from batchmla.engine.group import Chunk
 from batchmla.engine.hardware import detect
 from batchmla.engine.numerics import describe_numerics
@@ -34,6 +34,7 @@ from batchmla.layers.block import Block
 from batchmla.layers.moe import Router
 from batchmla.models import get_family
 from batchmla.placement import Placement
+from batchmla.weights.folder import read_config
 from batchmla.weights.rules import Rule, expand
 
 RESULTS = Path(__file__).parent / "results"

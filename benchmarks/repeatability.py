@@ -26,11 +26,11 @@ from race.model import FIELDS
 from race.workloads import WORKLOADS, Workload
 
 from batchmla.core import EngineOptions, Prompt, SamplingParams
-from batchmla.engine.engine import EngineCore, load_engine, plan_engine, read_config
+from batchmla.engine.engine import EngineCore, load_engine, plan_engine
 from batchmla.engine.hardware import detect
 from batchmla.engine.numerics import describe_numerics
 from batchmla.engine.source import ListSource
-from batchmla.weights.folder import find_model
+from batchmla.weights.folder import find_model, read_config
 
 RESULTS = Path(__file__).parent / "results"
 FIRST = {"max_num_seqs": 32, "max_batched_tokens": 1024}

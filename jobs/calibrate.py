@@ -6,7 +6,7 @@ from batchmla.core import TokenIds
 from batchmla.engine.calibration import StepTimes
 from batchmla.engine.config import EngineConfig
 from batchmla.engine.drafts import engine_costs
-from batchmla.engine.engine import load_engine, read_config
+from batchmla.engine.engine import load_engine
 from batchmla.engine.trial import trial
 from batchmla.errors import DeviceError
 from batchmla.jobs.counts import RowCounts
@@ -14,7 +14,7 @@ from batchmla.jobs.options import engine_options
 from batchmla.jobs.plan_choice import mix_of
 from batchmla.jobs.spec import JobSpec
 from batchmla.text.tokenizer import Tokenizer
-from batchmla.weights.folder import find_model
+from batchmla.weights.folder import find_model, read_config
 
 _ANY_TOKENS = 4096
 

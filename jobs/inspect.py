@@ -7,7 +7,6 @@ from rich.console import Console
 from rich.table import Table
 
 from batchmla.engine.describe import GQA_HEADS, ModelFacts, describe
-from batchmla.engine.engine import read_config
 from batchmla.errors import JobError
 from batchmla.jobs.soundness import check_what_is_there
 from batchmla.kv.layout import DTYPE_BYTES
@@ -16,7 +15,7 @@ from batchmla.text.encoded import encoder_name
 from batchmla.text.formats.registry import choose_format
 from batchmla.text.template_files import find_template
 from batchmla.text.tokenizer import Tokenizer
-from batchmla.weights.folder import find_model
+from batchmla.weights.folder import find_model, read_config
 
 LENGTHS = (4096, 32768, 131072, 1048576)
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")

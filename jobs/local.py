@@ -9,7 +9,7 @@ from typing import Any
 from batchmla.core import Completion, FinishReason, Prompt
 from batchmla.engine.config import EngineConfig
 from batchmla.engine.drafts import engine_costs
-from batchmla.engine.engine import load_engine, plan_engine, read_config
+from batchmla.engine.engine import load_engine, plan_engine
 from batchmla.engine.hardware import Hardware, detect
 from batchmla.engine.numerics import describe_numerics
 from batchmla.engine.ranks import Launch
@@ -38,7 +38,7 @@ from batchmla.text.renderer import Renderer, has_renderer, load_renderer
 from batchmla.text.template_files import DEFAULT, templates_in
 from batchmla.text.tokenizer import Tokenizer
 from batchmla.text.tool_calls import CallReader
-from batchmla.weights.folder import find_model
+from batchmla.weights.folder import find_model, read_config
 
 
 class LocalText:

@@ -7,7 +7,7 @@ features of a linear. Activations have the model's dtype unless said otherwise; 
 new tensors except where it says "in place".
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Protocol
@@ -19,6 +19,7 @@ from batchmla.kernels.quant import CodePanels, Quantised, Scheme
 
 if TYPE_CHECKING:
     from batchmla.kernels.block_sparse_ops import BlockSparseOps
+    from batchmla.kernels.cpu.native.script import Script
     from batchmla.kernels.hybrid_ops import HybridOps
     from batchmla.kernels.kda_ops import KdaOps
     from batchmla.kernels.sparse_ops import Record, SparseOps
@@ -245,6 +246,29 @@ class ActMulOp(Protocol):
         ...
 
 
+class AddOp(Protocol):
+    def __call__(self, x_TM: torch.Tensor, y_TM: torch.Tensor) -> torch.Tensor:
+        """x + y → [T, M]."""
+        ...
+
+
+class Unwritable(Exception):
+    """Why a step cannot be written down as a script."""
+
+
+class WritesScriptOp(Protocol):
+    def __call__(
+        self,
+        run: Callable[[Mapping[Hashable, torch.Tensor]], torch.Tensor],
+        inputs: Mapping[Hashable, torch.Tensor],
+        groups: Mapping[Hashable, Groups],
+        capacity: int,
+    ) -> "Script":
+        """Runs a step on `inputs`, T rows each, and notes what is called meanwhile, for steps of up
+        to `capacity` rows. Raises `Unwritable` where it cannot."""
+        ...
+
+
 class SampleOp(Protocol):
     def __call__(
         self,
@@ -261,6 +285,23 @@ class SampleOp(Protocol):
         `top_k` is int64, the others float64. Filters that are off: top_k 0, top_p 1, min_p 0.
         """
         ...
+
+
+class BestOp(Protocol):
+    def __call__(self, logits_NV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(ids_N int64, is_finite_N bool) of float32 logits: argmax, ties to the lowest id, and
+        whether all logits of the row are finite; only then does its id count."""
+        ...
+
+
+def add(x_TM: torch.Tensor, y_TM: torch.Tensor) -> torch.Tensor:
+    """`AddOp` by torch."""
+    return x_TM + y_TM
+
+
+def best(logits_NV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """`BestOp` by torch."""
+    return torch.argmax(logits_NV, dim=1), torch.isfinite(logits_NV).all(dim=1)
 
 
 class ReadsPagesOp(Protocol):
@@ -298,3 +339,6 @@ class Ops:
     kda: "KdaOps"
     blocks: "BlockSparseOps"
     reads_pages: ReadsPagesOp = reads_no_pages
+    add: AddOp = add
+    best: BestOp = best
+    write_script: WritesScriptOp | None = None

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 
-from batchmla.engine.engine import read_config
 from batchmla.errors import JobError
 from batchmla.kernels import load
 from batchmla.kv.layout import DTYPE_BYTES, KVLayout
@@ -14,6 +13,7 @@ from batchmla.models import get_family
 from batchmla.models.base import ModelConfig
 from batchmla.models.load import count_model
 from batchmla.placement import Placement
+from batchmla.weights.folder import read_config
 from batchmla.weights.quant_config import read_quantisation
 
 PAGE_TOKENS = 64

@@ -4,13 +4,12 @@
 `EngineCore` takes the parts.
 """
 
-import json
+import gc
 import logging
 import time
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -37,13 +36,12 @@ from batchmla.engine.scheduler import Scheduler
 from batchmla.engine.sequence import Sequence, failed
 from batchmla.engine.spawned import Spawned
 from batchmla.engine.stream import CudaReader, Reader
-from batchmla.errors import JobError
-from batchmla.kernels.ops import SampleOp
+from batchmla.kernels.ops import BestOp, SampleOp, best
 from batchmla.kv.layout import KVLayout
 from batchmla.kv.pages import PageTable
 from batchmla.parallel import Par
 from batchmla.placement import Placement
-from batchmla.weights.folder import find_model, refuse_pointer
+from batchmla.weights.folder import find_model, read_config
 
 logger = logging.getLogger(__name__)
 
@@ -70,6 +68,7 @@ class EngineCore:
         num_pages: int,
         limits: Limits,
         sample: SampleOp,
+        best: BestOp = best,
         vocab_limit: int,
         device: torch.device,
         placement: Placement | None = None,
@@ -87,7 +86,7 @@ class EngineCore:
         num_groups = self._placement.attention_data
         pools = [PageTable(num_pages, layout.page_tokens) for _ in range(num_groups)]
         self._scheduler = Scheduler(pools, limits, pace)
-        sampler = Sampler(sample, vocab_limit=vocab_limit, device=device, reader=reader)
+        sampler = Sampler(sample, best=best, vocab_limit=vocab_limit, device=device, reader=reader)
         self._runner = Runner(forward, sampler, layout.page_tokens, followers)
         assert reader is None or followers is None, "drawn tokens are on this rank alone"
         self._ahead = (
@@ -109,9 +108,11 @@ class EngineCore:
         assert not self._is_busy, "this engine is already generating"
         self._is_busy = True
         self._scheduler.look_ahead(source)
+        gc.freeze()  # what is there outlives the job: collections need not look at it each time
         try:
             yield from self._loop(source)
         finally:
+            gc.unfreeze()
             if self._ahead is not None:
                 self._ahead.forget()
             self._scheduler.abort()
@@ -199,11 +200,9 @@ class EngineCore:
             logger.warning(
                 "out of memory in a step of %d sequences and %d tokens; for now steps have at most "
                 "%d and %d",
-                len(chunks),
-                sum(chunk.num_tokens for chunk in chunks),
-                relief.most_seqs,
+                len(chunks), sum(chunk.num_tokens for chunk in chunks), relief.most_seqs,
                 relief.most_tokens,
-            )
+            )  # fmt: skip
             return []
         sequence = chunks[0].sequence
         self._discard(sequence)
@@ -308,6 +307,7 @@ def load_engine(
         num_pages=config.num_pages,
         limits=config.limits,
         sample=ops.sample,
+        best=ops.best,
         vocab_limit=min(vocab_size, vocab_limit or vocab_size),
         device=plan.device,
         placement=config.placement,
@@ -329,19 +329,3 @@ def _build(plan: RankPlan, ranks: Ranks | None) -> Forward:
         ranks.close()
         raise
     return forward
-
-
-def read_config(folder: Path) -> dict[str, Any]:
-    """The folder's `config.json`."""
-    path = folder / "config.json"
-    try:
-        data = path.read_bytes()
-        raw = json.loads(data)
-    except OSError as error:
-        raise JobError(f"{path} cannot be read ({error.strerror}); give a model folder") from error
-    except (ValueError, RecursionError) as error:
-        refuse_pointer(path, data)
-        raise JobError(f"{path} is not JSON ({error}); copy it again from the model") from error
-    if not isinstance(raw, dict):
-        raise JobError(f"{path} holds no JSON object; copy it again from the model")
-    return raw

@@ -18,7 +18,7 @@ from batchmla.engine.masks import Masks, make_masks
 from batchmla.engine.sequence import Sequence
 from batchmla.engine.stream import Reader, put
 from batchmla.kernels.cpu.sample import uniform
-from batchmla.kernels.ops import SampleOp
+from batchmla.kernels.ops import BestOp, SampleOp, best
 
 KEY_MASK = 2**64 - 1
 TINIEST = torch.finfo(torch.float32).tiny
@@ -102,8 +102,11 @@ class Sampler:
         vocab_limit: int,
         device: torch.device,
         reader: Reader | None = None,
+        best: BestOp = best,
     ) -> None:
-        """With a `reader` draws come when they are waited for; without, they are made at once."""
+        """With a `reader` draws come when they are waited for; without, they are made at once.
+        `best` serves steps in which every row takes its largest logit."""
+        self._best = best
         self._op = op
         self._vocab_limit = vocab_limit
         self._device = device
@@ -156,6 +159,10 @@ class Sampler:
             masks = make_masks(sequences, special, logits_NV.shape[1])  # while a device computes
             is_finite_N = self._finite_rows(logits_NV)
             return self._draw_special(logits_NV, sequences, is_finite_N, special, masks)
+        if all(map(_is_plain, sequences)):
+            ids_N, is_known_N = self._best(logits_NV)
+            forced_N = [sequence.forced_token() for sequence in sequences]
+            return _draws(forced_N, ids_N.tolist(), is_known_N.tolist())
         is_finite_N = self._finite_rows(logits_NV)
         self._penalise(logits_NV, sequences)
         self._mask_stops(logits_NV, sequences)
@@ -268,6 +275,13 @@ def _draws(forced_N: Items[int | None], ids: list[int], is_finite_N: list[bool])
         else:
             draws.append(Draw(token_id=token_id))
     return draws
+
+
+def _is_plain(sequence: Sequence) -> bool:
+    """Whether the row's largest logit is its draw."""
+    params = sequence.prompt.params
+    may_stop = sequence.num_generated >= params.min_tokens
+    return params.temperature == 0 and params.repetition_penalty == 1.0 and may_stop
 
 
 def _scores(sequence: Sequence) -> bool:

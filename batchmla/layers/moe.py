@@ -59,13 +59,14 @@ class Moe(Block):
         self.spread = SpreadExperts(par, num_experts, width, router.active)
         self._par = par
         self._experts = ops.experts
+        self._add = ops.add
 
     def forward(self, x_TM: torch.Tensor) -> torch.Tensor:
         """[T, M] → [T, M]."""
         weights_TA, ids_TA = self.router.forward(x_TM)
         out_TM = self.spread.forward(self._run, x_TM, weights_TA, ids_TA)
         if self.shared is not None:
-            out_TM = out_TM + self.shared.forward(x_TM)
+            out_TM = self._add(out_TM, self.shared.forward(x_TM))
         return self._par.sum(out_TM)
 
     def serve(self, dtype: torch.dtype, device: torch.device) -> None:

@@ -10,7 +10,7 @@ from typing import Any, Protocol, Self
 import torch
 
 from batchmla.attention import gqa, mla
-from batchmla.kernels.ops import Ops, RouterDims
+from batchmla.kernels.ops import Ops, RouterDims, WritesScriptOp
 from batchmla.kv.cache import LayerCache
 from batchmla.kv.step import Step
 from batchmla.layers.block import Block
@@ -18,6 +18,7 @@ from batchmla.layers.embed import Embedding, Head
 from batchmla.layers.moe import Moe
 from batchmla.layers.norm import RmsNorm
 from batchmla.models.base import Plans
+from batchmla.models.scripted import ScriptedLayers
 from batchmla.parallel import Par
 
 logger = logging.getLogger(__name__)
@@ -82,13 +83,18 @@ class Decoder(Block):
         norm: RmsNorm,
         head: Head,
         plan_step: Callable[[Step, torch.dtype], Plans],
+        write_script: WritesScriptOp | None = None,
     ) -> None:
+        """With `write_script` the layers are written down, if they can be."""
         self.embed = embed
         self.layers = layers
         self.norm = norm
         self.head = head
         self._plan_step = plan_step
         self._is_told = False
+        self._scripted = None
+        if write_script is not None and self.can_record:
+            self._scripted = ScriptedLayers(write_script)
 
     @classmethod
     def assemble(
@@ -104,7 +110,9 @@ class Decoder(Block):
         tied = embed if config.is_tied else None
         head = Head(par, ops, config.vocab_size, config.width, tied)
         layers = tuple(build_layer(index) for index in range(config.num_layers))
-        return cls(embed, layers, RmsNorm(ops, config.width, config.eps), head, plan_step)
+        norm = RmsNorm(ops, config.width, config.eps)
+        write_script = ops.write_script if par.placement.num_ranks == 1 else None
+        return cls(embed, layers, norm, head, plan_step, write_script)
 
     @property
     def can_record(self) -> bool:
@@ -117,7 +125,14 @@ class Decoder(Block):
 
     def forward(self, step: Step, plans: Plans, cache: Sequence[LayerCache]) -> torch.Tensor:
         """Writes the step's rows into the cache; hidden_TM after the final norm."""
-        residual_TM = self.embed.forward(step.tokens_T)
+        x_TM = self.embed.forward(step.tokens_T)
+        if self._scripted is not None and not logger.isEnabledFor(logging.DEBUG):
+            return self._scripted.forward(self._run_layers, x_TM, step, plans, cache)
+        return self._run_layers(x_TM, step, plans, cache)
+
+    def _run_layers(
+        self, residual_TM: torch.Tensor, step: Step, plans: Plans, cache: Sequence[LayerCache]
+    ) -> torch.Tensor:
         x_TM = self.layers[0].attention_norm.forward(residual_TM)
         for index, layer in enumerate(self.layers):
             if index:

@@ -1,7 +1,9 @@
 """Where a model lies: a folder, a model of this package, or the local Hugging Face cache."""
 
+import json
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 from batchmla.errors import JobError
 from batchmla.weights.foreign import FORMATS, refuse_foreign, told_of
@@ -77,3 +79,19 @@ def _find_cached(path: str, revision: str) -> Path:
             f"Hugging Face cache {constants.HF_HUB_CACHE}; download it first (hf download {path})"
         )
     return Path(found).parent
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The folder's `config.json`."""
+    path = folder / "config.json"
+    try:
+        data = path.read_bytes()
+        raw = json.loads(data)
+    except OSError as error:
+        raise JobError(f"{path} cannot be read ({error.strerror}); give a model folder") from error
+    except (ValueError, RecursionError) as error:
+        refuse_pointer(path, data)
+        raise JobError(f"{path} is not JSON ({error}); copy it again from the model") from error
+    if not isinstance(raw, dict):
+        raise JobError(f"{path} holds no JSON object; copy it again from the model")
+    return raw

@@ -15,9 +15,10 @@ from packing_machines import LITE
 from batchmla import kernels
 from batchmla.core import EngineOptions, Prompt, SamplingParams
 from batchmla.engine.costs import StepCosts, step_costs
-from batchmla.engine.engine import EngineCore, load_engine, plan_engine, read_config
+from batchmla.engine.engine import EngineCore, load_engine, plan_engine
 from batchmla.engine.hardware import detect
 from batchmla.engine.source import ListSource
+from batchmla.weights.folder import read_config
 from gpu.place import Place
 
 BATCHES = (1, 8, 32, 64, 128, 256, 512)

@@ -14,10 +14,10 @@ import torch
 import transformers
 
 from batchmla.core import Completion, EngineOptions, Prompt, SamplingParams
-from batchmla.engine.engine import load_engine, plan_engine, read_config
+from batchmla.engine.engine import load_engine, plan_engine
 from batchmla.engine.hardware import detect
 from batchmla.engine.source import ListSource
-from batchmla.weights.folder import find_model
+from batchmla.weights.folder import find_model, read_config
 from gpu.place import Place
 
 MODEL = "builtin:tally"

@@ -9,10 +9,10 @@ from packing_sim import make_packer
 
 from batchmla.core import EngineOptions, Prompt, SamplingParams
 from batchmla.engine import engine as engines
-from batchmla.engine.engine import load_engine, plan_engine, read_config
+from batchmla.engine.engine import load_engine, plan_engine
 from batchmla.engine.hardware import detect
 from batchmla.jobs.collector import rare_collections
-from batchmla.weights.folder import find_model
+from batchmla.weights.folder import find_model, read_config
 from race.op_times import OpTimes
 from race.serve import Message, PeakWatch, anonymous_bytes, serve
 

@@ -9,10 +9,12 @@ import torch
 from batchmla.kernels.cpu.attention import Attention, LatentProducts, write, write_latent
 from batchmla.kernels.cpu.block_sparse import BlockSparse, make_block_sparse
 from batchmla.kernels.cpu.experts import experts
+from batchmla.kernels.cpu.heap import keep_freed
 from batchmla.kernels.cpu.hybrid import Hybrid, make_hybrid
 from batchmla.kernels.cpu.kda import make_kda
 from batchmla.kernels.cpu.linear import Linears, act_mul, one_linear
 from batchmla.kernels.cpu.moe import route
+from batchmla.kernels.cpu.native.calls import Calls
 from batchmla.kernels.cpu.native.library import Unavailable, library_name, load_library
 from batchmla.kernels.cpu.native.products import panel_expert_linear, panel_linear
 from batchmla.kernels.cpu.native.table import compiled
@@ -39,9 +41,12 @@ def over_torch(make_plain: MakePlain, products: LatentProducts, expert_linear: E
     It is given both kinds of products in forms that read weights in panels too.
     """
     try:
-        library = load_library()
+        loaded = load_library()
     except Unavailable as reason:
         return replace(make_plain(products, expert_linear), name=f"cpu by torch: {reason}")
+
+    library = Calls(loaded)
+    keep_freed()
 
     def expand(x_LC: torch.Tensor, kv_b: Packed) -> torch.Tensor:
         has_panels = kv_b.panels is not None
@@ -53,7 +58,7 @@ def over_torch(make_plain: MakePlain, products: LatentProducts, expert_linear: E
         return panel_expert_linear(library, x_TI, weight, index)
 
     plain = make_plain(replace(products, expand=expand), expert)
-    return compiled(plain, library, f"cpu by {library_name(library)}")
+    return compiled(plain, library, f"cpu by {library_name(loaded)}")
 
 
 def make_torch_ops(products: LatentProducts, expert_linear: ExpertLinear) -> Ops:

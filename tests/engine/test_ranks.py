@@ -16,11 +16,12 @@ from logits import watch_logits
 from tiny import write_tiny
 
 from batchmla.core import Completion, EngineOptions, Prompt, SamplingParams
-from batchmla.engine.engine import EngineCore, load_engine, plan_engine, read_config
+from batchmla.engine.engine import EngineCore, load_engine, plan_engine
 from batchmla.engine.hardware import detect
 from batchmla.engine.source import ListSource
 from batchmla.errors import DeviceError, JobError
 from batchmla.weights import load as load_module
+from batchmla.weights.folder import read_config
 
 SLOW_TOKENS = 600  # of a prompt that goes on while ranks are disturbed
 

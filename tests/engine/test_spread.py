@@ -17,7 +17,7 @@ from tiny import write_tiny
 from batchmla.core import Completion, EngineOptions, Prompt, SamplingParams
 from batchmla.engine import config as config_module
 from batchmla.engine import drafts as drafts_module
-from batchmla.engine.engine import EngineCore, load_engine, plan_engine, read_config
+from batchmla.engine.engine import EngineCore, load_engine, plan_engine
 from batchmla.engine.exchange import exchange_of
 from batchmla.engine.expert_load import expert_load
 from batchmla.engine.hardware import detect
@@ -29,7 +29,7 @@ from batchmla.layers.experts import SpreadExperts, row_bytes
 from batchmla.models.load import count_model
 from batchmla.placement import Placement
 from batchmla.text.tokenizer import Tokenizer
-from batchmla.weights.folder import find_model
+from batchmla.weights.folder import find_model, read_config
 
 Logits = dict[tuple[int, int], torch.Tensor]
 Sizes = tuple[int, int, int]

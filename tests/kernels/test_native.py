@@ -20,6 +20,7 @@ from batchmla.attention.spans import (
 )
 from batchmla.kernels.cpu.native import library
 from batchmla.kernels.cpu.native.attention import BLOCK_KEYS
+from batchmla.kernels.cpu.native.calls import Calls
 from batchmla.kernels.cpu.native.products import lay_out, panel_expert_linear
 from batchmla.kernels.groups import Groups, Kept
 from batchmla.kernels.ops import MlaDims, Ops, Packed, PackKind
@@ -194,7 +195,7 @@ def test_one_expert_of_many(ops: Ops, kind: PackKind) -> None:
     weight = torch.randn(3, 128, 64).to(BF16)
     packed = Packed(kind, (3, 128, 64), panels=lay_out(kind, weight))
     x = torch.randn(9, 64).to(BF16)
-    found = panel_expert_linear(library.load_library(), x, packed, 1)
+    found = panel_expert_linear(Calls(library.load_library()), x, packed, 1)
     assert_close("expert", found, x.double() @ weight[1].double().T)
 
 

@@ -4,10 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from batchmla.engine.engine import read_config
 from batchmla.errors import JobError
 from batchmla.jobs.manifest import model_fingerprint
-from batchmla.weights.folder import find_model
+from batchmla.weights.folder import find_model, read_config
 
 
 def test_a_local_folder_is_itself(tmp_path: Path) -> None:

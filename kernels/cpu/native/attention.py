@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
+from batchmla.kernels.cpu.native.calls import Calls
 from batchmla.kernels.cpu.native.products import panel_linear
 from batchmla.kernels.cpu.records import plain_rows
 from batchmla.kernels.cpu.scratch import Scratch
@@ -94,6 +95,35 @@ def reads_pages(dtype: torch.dtype, widths: Sequence[int]) -> bool:
     return dtype == torch.bfloat16 and is_even
 
 
+@dataclass(frozen=True, slots=True)
+class _Tables:
+    """A job with everything that all layers have in common, and the arrays that it points to."""
+
+    job: _Job
+    arrays: tuple[object, ...]
+
+
+def _tables(spans: Spans, first_row_G: HostInts) -> _Tables:
+    clusters = _clusters(spans)
+    job = _Job(
+        page_rows=spans.page_tokens,
+        table_width=spans.pages_GP.shape[1],
+        sequences=len(first_row_G),
+        table=spans.pages_GP.ctypes.data,
+        table_row=spans.table_row_G.ctypes.data,
+        first_row=first_row_G.ctypes.data,
+        num_queries=spans.num_queries_G.ctypes.data,
+        num_keys=spans.num_keys_G.ctypes.data,
+        clusters=len(clusters.end_C),
+        cluster_end=clusters.end_C.ctypes.data,
+        cluster_keys=clusters.keys_C.ctypes.data,
+        member=clusters.member_N.ctypes.data,
+        place=clusters.place_G.ctypes.data,
+        shared=clusters.shared_G.ctypes.data,
+    )
+    return _Tables(job, (spans.pages_GP, first_row_G, clusters))
+
+
 def _lanes(rows: torch.Tensor, width: int, *, start: int = 0, step: int = 0) -> _Lanes:
     """`width` elements from `start` of each row of [..., X], for head h from `start + h * step`."""
     row_values = rows.shape[-1]
@@ -126,7 +156,7 @@ class NativeAttention:
 
     def __init__(
         self,
-        library: ctypes.CDLL,
+        library: Calls,
         plain: Ops,
         scratch: Scratch,
     ) -> None:
@@ -283,33 +313,11 @@ class NativeAttention:
         value: _Lanes,
     ) -> None:
         """One call for all sequences of the spans."""
-        pages_GP = spans.pages_GP
-        clusters = spans.kept.get("clusters", lambda: _clusters(spans))
-        job = _Job(
-            q=q.data_ptr(),
-            out=out.data_ptr(),
-            q_stride=q.stride(0),
-            out_stride=out.stride(0),
-            heads=heads,
-            key_heads=key_heads,
-            page_rows=spans.page_tokens,
-            table_width=pages_GP.shape[1],
-            sequences=len(first_row_G),
-            table=pages_GP.ctypes.data,
-            table_row=spans.table_row_G.ctypes.data,
-            first_row=first_row_G.ctypes.data,
-            num_queries=spans.num_queries_G.ctypes.data,
-            num_keys=spans.num_keys_G.ctypes.data,
-            key=key,
-            tail=tail,
-            value=value,
-            scale=scale,
-            clusters=len(clusters.end_C),
-            cluster_end=clusters.end_C.ctypes.data,
-            cluster_keys=clusters.keys_C.ctypes.data,
-            member=clusters.member_N.ctypes.data,
-            place=clusters.place_G.ctypes.data,
-            shared=clusters.shared_G.ctypes.data,
-        )
+        name = ("tables", id(spans.pages_GP))  # which lives as long as what is kept of it
+        job = _Job.from_buffer_copy(spans.kept.get(name, lambda: _tables(spans, first_row_G)).job)
+        job.q, job.out = q.data_ptr(), out.data_ptr()
+        job.q_stride, job.out_stride = q.stride(0), out.stride(0)
+        job.heads, job.key_heads, job.scale = heads, key_heads, scale
+        job.key, job.tail, job.value = key, tail, value
         if self._library.bmla_attend(ctypes.byref(job), torch.get_num_threads()):
             raise MemoryError("no memory for the buffers of attention")

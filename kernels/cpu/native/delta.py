@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 from batchmla.kernels.cpu.kda import unit
+from batchmla.kernels.cpu.native.calls import Calls
 from batchmla.kernels.kda_ops import LaneRows
 from batchmla.kernels.ops import Ops
 
@@ -36,7 +37,7 @@ def is_served(q_THD: torch.Tensor, state_LHX: torch.Tensor) -> bool:
 class NativeDelta:
     """delta."""
 
-    def __init__(self, library: ctypes.CDLL, plain: Ops) -> None:
+    def __init__(self, library: Calls, plain: Ops) -> None:
         self._library = library
         self._plain = plain
 

@@ -8,7 +8,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-#include "codes.h"
+#include "functions.h"
 
 enum { CHUNK_BYTES = 1 << 20, MOST_ROWS = 256, AHEAD_BYTES = 16384, MAX_UP_VALUES = 1 << 15 };
 

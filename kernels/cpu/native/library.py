@@ -21,12 +21,14 @@ SOURCES = (
     "paged.h",
     "clusters.h",
     "codes.h",
+    "functions.h",
     "gemm.c",
     "attention.c",
     "rows.c",
     "route.c",
     "select.c",
     "delta.c",
+    "replay.c",
 )
 NEEDED = frozenset(
     {
@@ -55,12 +57,15 @@ ARGUMENTS = {
     "bmla_attend": "pi",
     "bmla_norm": "plpppllfpi",
     "bmla_act_mul": "plllpi",
+    "bmla_add": "ppllpi",
     "bmla_rope": "pllllpplii",
     "bmla_write": "pppllli",
     "bmla_write_latent": "pppllplfppli",
     "bmla_route": "ppllppppi",
+    "bmla_best": "plllppi",
     "bmla_select": "pi",
     "bmla_delta": "pi",
+    "bmla_replay": "plli",
 }
 COMPILE_S = 120
 

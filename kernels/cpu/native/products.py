@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from batchmla.kernels.cpu.large_pages import WeightMemory
+from batchmla.kernels.cpu.native.calls import Calls
 from batchmla.kernels.cpu.native.quant import (
     code_bytes,
     codes_of,
@@ -54,7 +55,7 @@ def lay_out(kind: PackKind, weight: torch.Tensor) -> torch.Tensor:
 
 
 def panel_linear(
-    library: ctypes.CDLL, x_TI: torch.Tensor, weight: Packed, bias_O: torch.Tensor | None = None
+    library: Calls, x_TI: torch.Tensor, weight: Packed, bias_O: torch.Tensor | None = None
 ) -> torch.Tensor:
     """x·Wᵀ + b with a weight in panels."""
     assert weight.is_compiled and x_TI.dtype == torch.bfloat16, x_TI.dtype
@@ -62,7 +63,8 @@ def panel_linear(
         x_TI = x_TI.contiguous()
     is_float = weight.kind is PackKind.LOGITS
     outputs, depth = weight.shape
-    y_TO = x_TI.new_empty(len(x_TI), outputs, dtype=torch.float32 if is_float else torch.bfloat16)
+    dtype = torch.float32 if is_float else torch.bfloat16
+    y_TO = library.empty(len(x_TI), outputs, dtype=dtype)
     library.bmla_linear(
         x_TI.data_ptr(), x_TI.stride(0), len(x_TI), *_pointers(weight), depth, outputs,
         None if bias_O is None else bias_O.data_ptr(), y_TO.data_ptr(), outputs, is_float,
@@ -80,7 +82,7 @@ def _pointers(weight: Packed) -> tuple[int | None, Any]:
 
 
 def panel_expert_linear(
-    library: ctypes.CDLL, x_TI: torch.Tensor, weight: Packed, index: int
+    library: Calls, x_TI: torch.Tensor, weight: Packed, index: int
 ) -> torch.Tensor:
     """x·Wᵀ of one expert; gates come before ups."""
     panels = None if weight.panels is None else weight.panels[index]
@@ -95,7 +97,7 @@ def panel_expert_linear(
 class NativeProducts:
     """pack, packed_bytes, linear and experts."""
 
-    def __init__(self, library: ctypes.CDLL, plain: Ops, scratch: Scratch) -> None:
+    def __init__(self, library: Calls, plain: Ops, scratch: Scratch) -> None:
         self._library = library
         self._plain = plain
         self._scratch = scratch
@@ -153,8 +155,10 @@ class NativeProducts:
         assert x_TM.dtype == torch.bfloat16, x_TM.dtype
         num_tokens, width = x_TM.shape
         active, hidden = ids_TA.shape[1], down.shape[2]
-        work = self._scratch.take("experts", (num_tokens * active, 2 * width + hidden), x_TM)
-        out_TM = torch.empty_like(x_TM)
+        num_choices = self._library.most_rows(num_tokens) * active
+        work = self._scratch.take("experts", (num_choices, 2 * width + hidden), x_TM)
+        self._library.keep(work)
+        out_TM = self._library.empty(num_tokens, width, dtype=x_TM.dtype)
         x_TM, weights_TA, ids_TA = x_TM.contiguous(), weights_TA.contiguous(), ids_TA.contiguous()
         failed = self._library.bmla_experts(
             x_TM.data_ptr(), num_tokens, width, hidden, up.shape[0], active, ids_TA.data_ptr(),

@@ -3,13 +3,13 @@
 #include <omp.h>
 #include <stdlib.h>
 
-#include "amx.h"
+#include "functions.h"
 
-typedef struct {
+struct Router {
     long experts, active, groups, kept_groups, group_best;
     int is_softmax, normalises;
     float scale;
-} Router;
+};
 
 enum { TOKENS = 8 };
 

@@ -2,9 +2,9 @@
 #include <math.h>
 #include <omp.h>
 
-#include "amx.h"
+#include "functions.h"
 
-enum { ROWS_AHEAD = 3 };
+enum { ROWS_AHEAD = 3, WRITES_AHEAD = 8 };
 
 static float square_sum(const bf16 *x, const bf16 *y, long width, bf16 *total) {
     __m512 sum = _mm512_setzero_ps();
@@ -113,8 +113,24 @@ void bmla_write(char *cache, const int64_t *slots, const char *x, long x_bytes, 
                 long row_bytes, int threads) {
     threads = useful_threads(0, 2 * rows * row_bytes, threads);
 #pragma omp parallel for num_threads(threads) schedule(static)
-    for (long row = 0; row < rows; row++)
+    for (long row = 0; row < rows; row++) {
+        if (row + WRITES_AHEAD < rows)
+            for (long at = 0; at < row_bytes; at += 64)
+                __builtin_prefetch(cache + slots[row + WRITES_AHEAD] * row_bytes + at, 1);
         memcpy(cache + slots[row] * row_bytes, x + row * x_bytes, (size_t)row_bytes);
+    }
+}
+
+/* out = x + y, rows one behind the other. */
+void bmla_add(const bf16 *x, const bf16 *y, long rows, long width, bf16 *out, int threads) {
+    threads = useful_threads(0, 6 * rows * width, threads);
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (long row = 0; row < rows; row++)
+        for (long at = row * width, end = at + width; at < end; at += TILE) {
+            const __mmask16 mask = first(end - at);
+            const __m512 sum = _mm512_add_ps(wide_some(x + at, mask), wide_some(y + at, mask));
+            _mm256_mask_storeu_epi16(out + at, mask, narrow(sum));
+        }
 }
 
 /* out[F] = silu(x[:F]) * x[F:] */
@@ -129,4 +145,32 @@ void bmla_act_mul(const bf16 *x, long x_stride, long rows, long width, bf16 *out
             _mm256_mask_storeu_epi16(out + row * width + at, mask,
                                      narrow(_mm512_mul_ps(silu(gate), up)));
         }
+}
+
+/* ids[row]: the place of the largest of `count` values, of equal ones the first; finite[row]: whether
+ * all of them are finite numbers. */
+void bmla_best(const float *x, long x_stride, long rows, long count, int64_t *ids, uint8_t *finite,
+               int threads) {
+    threads = useful_threads(0, 4 * rows * count, threads);
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (long row = 0; row < rows; row++) {
+        const float *values = x + row * x_stride;
+        const __m512i step = _mm512_set1_epi32(TILE);
+        __m512 most = _mm512_set1_ps(-INFINITY);
+        __m512i at = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+        __m512i place = at;
+        __mmask16 bad = 0;
+        for (long from = 0; from < count; from += TILE, at = _mm512_add_epi32(at, step)) {
+            const __mmask16 mask = first(count - from);
+            const __m512 value = _mm512_mask_loadu_ps(most, mask, values + from);
+            bad |= _mm512_mask_fpclass_ps_mask(mask, value, 0x99); /* NaN of both kinds, infinity */
+            const __mmask16 more = _mm512_mask_cmp_ps_mask(mask, value, most, _CMP_GT_OQ);
+            most = _mm512_mask_mov_ps(most, more, value);
+            place = _mm512_mask_mov_epi32(place, more, at);
+        }
+        const __mmask16 best = _mm512_cmp_ps_mask(
+            most, _mm512_set1_ps(_mm512_reduce_max_ps(most)), _CMP_EQ_OQ);
+        ids[row] = _mm512_mask_reduce_min_epi32(best, place);
+        finite[row] = !bad;
+    }
 }

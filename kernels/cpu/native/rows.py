@@ -5,6 +5,7 @@ import ctypes
 
 import torch
 
+from batchmla.kernels.cpu.native.calls import Calls
 from batchmla.kernels.ops import Ops, RopeLayout, RouterDims, Scoring
 
 
@@ -36,9 +37,9 @@ class _Router(ctypes.Structure):
 
 
 class NativeRows:
-    """norm, add_norm, act_mul, rope, write, write_latent and route."""
+    """norm, add_norm, act_mul, add, rope, write, write_latent, route and best."""
 
-    def __init__(self, library: ctypes.CDLL, plain: Ops) -> None:
+    def __init__(self, library: Calls, plain: Ops) -> None:
         self._library = library
         self._plain = plain
 
@@ -55,7 +56,7 @@ class NativeRows:
         is_served = residual_TM.is_contiguous() and x_TM.dim() == 2
         if not is_served or not _is_served(x_TM, residual_TM, weight_M):
             return self._plain.add_norm(x_TM, residual_TM, weight_M, eps)
-        total_TM = torch.empty_like(residual_TM)
+        total_TM = self._library.empty(*residual_TM.shape, dtype=residual_TM.dtype)
         return self._norm(x_TM, residual_TM, total_TM, weight_M, eps), total_TM
 
     def _norm(
@@ -66,7 +67,7 @@ class NativeRows:
         weight_M: torch.Tensor,
         eps: float,
     ) -> torch.Tensor:
-        out_TM = x_TM.new_empty(x_TM.shape)
+        out_TM = self._library.empty(*x_TM.shape, dtype=x_TM.dtype)
         self._library.bmla_norm(
             _pointer(x_TM), x_TM.stride(0), _pointer(residual_TM),
             _pointer(total_TM), _pointer(weight_M), *x_TM.shape,
@@ -79,12 +80,23 @@ class NativeRows:
         if gate_up_TF.dim() != 2 or not _is_served(gate_up_TF):
             return self._plain.act_mul(gate_up_TF)
         num_rows, width = gate_up_TF.shape[0], gate_up_TF.shape[1] // 2
-        out_TF = gate_up_TF.new_empty(num_rows, width)
+        out_TF = self._library.empty(num_rows, width, dtype=gate_up_TF.dtype)
         self._library.bmla_act_mul(
             _pointer(gate_up_TF), gate_up_TF.stride(0), num_rows, width, _pointer(out_TF),
             torch.get_num_threads(),
         )  # fmt: skip
         return out_TF
+
+    def add(self, x_TM: torch.Tensor, y_TM: torch.Tensor) -> torch.Tensor:
+        """x + y."""
+        is_served = x_TM.dim() == 2 and x_TM.shape == y_TM.shape and _is_served(x_TM, y_TM)
+        if not (is_served and x_TM.is_contiguous() and y_TM.is_contiguous()):
+            return self._plain.add(x_TM, y_TM)
+        out_TM = self._library.empty(*x_TM.shape, dtype=x_TM.dtype)
+        self._library.bmla_add(
+            _pointer(x_TM), _pointer(y_TM), *x_TM.shape, _pointer(out_TM), torch.get_num_threads()
+        )
+        return out_TM
 
     def rope(
         self,
@@ -149,8 +161,8 @@ class NativeRows:
         if not (_is_served(x_TM) and x_TM.is_contiguous() and weight_EM.is_contiguous()):
             return self._plain.route(x_TM, weight_EM, bias_E, dims)
         num_tokens, width = x_TM.shape
-        weights_TA = torch.empty(num_tokens, dims.active)
-        ids_TA = torch.empty(num_tokens, dims.active, dtype=torch.int64)
+        weights_TA = self._library.empty(num_tokens, dims.active, dtype=torch.float32)
+        ids_TA = self._library.empty(num_tokens, dims.active, dtype=torch.int64)
         router = _Router(
             experts=len(weight_EM),
             active=dims.active,
@@ -169,3 +181,16 @@ class NativeRows:
         if failed:
             raise MemoryError("no memory for the scores of the router")
         return weights_TA, ids_TA
+
+    def best(self, logits_NV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """One pass over the logits."""
+        if logits_NV.dtype != torch.float32 or logits_NV.stride(1) != 1 or logits_NV.is_cuda:
+            return self._plain.best(logits_NV)
+        num_rows, count = logits_NV.shape
+        ids_N = torch.empty(num_rows, dtype=torch.int64)
+        is_finite_N = torch.empty(num_rows, dtype=torch.bool)
+        self._library.bmla_best(
+            _pointer(logits_NV), logits_NV.stride(0), num_rows, count, _pointer(ids_N),
+            _pointer(is_finite_N), torch.get_num_threads(),
+        )  # fmt: skip
+        return ids_N, is_finite_N

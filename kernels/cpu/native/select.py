@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from batchmla.kernels.cpu.native.calls import Calls
 from batchmla.kernels.ops import Ops
 from batchmla.kernels.sparse_ops import SCALE_BYTES, IndexGroup, Record
 
@@ -48,7 +49,7 @@ def is_served(q_NID: torch.Tensor, key_PBD: torch.Tensor, record: Record | None)
 class NativeChoice:
     """select_keys."""
 
-    def __init__(self, library: ctypes.CDLL, plain: Ops) -> None:
+    def __init__(self, library: Calls, plain: Ops) -> None:
         self._library = library
         self._plain = plain
 

@@ -1,9 +1,9 @@
 """A CPU back end with the compiled kernels in the place of what they serve."""
 
-import ctypes
 from dataclasses import replace
 
 from batchmla.kernels.cpu.native.attention import NativeAttention, reads_pages
+from batchmla.kernels.cpu.native.calls import Calls
 from batchmla.kernels.cpu.native.delta import NativeDelta
 from batchmla.kernels.cpu.native.products import NativeProducts
 from batchmla.kernels.cpu.native.rows import NativeRows
@@ -12,7 +12,7 @@ from batchmla.kernels.cpu.scratch import Scratch
 from batchmla.kernels.ops import Ops
 
 
-def compiled(plain: Ops, library: ctypes.CDLL, name: str) -> Ops:
+def compiled(plain: Ops, library: Calls, name: str) -> Ops:
     """`plain` with products, attention, choices, states and row-wise ops from the library.
 
     A row of any of them depends on itself only, so an exact back end stays exact.
@@ -35,8 +35,11 @@ def compiled(plain: Ops, library: ctypes.CDLL, name: str) -> Ops:
         write=rows.write,
         write_latent=rows.write_latent,
         route=rows.route,
-        gqa=attention.gqa,
-        mla=attention.mla,
+        best=rows.best,
+        add=rows.add,
+        gqa=library.attention(attention.gqa),
+        mla=library.attention(attention.mla),
+        write_script=library.write,
         reads_pages=reads_pages,
         sparse=replace(plain.sparse, select_keys=choice.select_keys),
         kda=replace(plain.kda, delta=delta.delta),

@@ -1,0 +1,123 @@
+"""The layers of a decoder as a script of its back end's calls: a step costs Python little then.
+
+Models whose layers consist of what compiled kernels do are written down in the first step of their
+size; others run as they are. T tokens, M width.
+"""
+
+import logging
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import fields, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from batchmla.kernels.groups import Groups
+from batchmla.kernels.ops import Unwritable, WritesScriptOp
+from batchmla.kv.cache import LayerCache
+from batchmla.kv.step import Step
+from batchmla.models.base import Plans
+
+if TYPE_CHECKING:
+    from batchmla.kernels.cpu.native.script import Script
+
+logger = logging.getLogger(__name__)
+
+CAPACITY_UNIT = 64  # rows
+GROWTH = 1.5  # at least, from script to script
+ANGLES = ("cos_TR", "sin_TR")
+
+RunLayers = Callable[[torch.Tensor, Step, Plans, Sequence[LayerCache]], torch.Tensor]
+
+
+class ScriptedLayers:
+    """Runs the layers of one model, by a script where there can be one."""
+
+    def __init__(self, write: WritesScriptOp) -> None:
+        self._write = write
+        self._script: Script | None = None
+        self._cache: Sequence[LayerCache] | None = None
+        self._most_rows: int | None = None  # that a script could be written for; None: any
+
+    def forward(
+        self,
+        run_layers: RunLayers,
+        x_TM: torch.Tensor,
+        step: Step,
+        plans: Plans,
+        cache: Sequence[LayerCache],
+    ) -> torch.Tensor:
+        """[T, M] → [T, M], bit for bit what `run_layers` gives, which is always the same."""
+        num_rows = len(x_TM)
+        if self._most_rows is not None and num_rows > self._most_rows:
+            return run_layers(x_TM, step, plans, cache)
+        if self._cache is not cache:
+            self._script, self._cache = None, cache
+        if self._script is None or self._script.capacity < num_rows:
+            return self._write_down(run_layers, x_TM, step, plans, cache)
+        return self._script.run(_inputs(x_TM, step, plans), _groups(plans)).clone()
+
+    def _write_down(
+        self,
+        run_layers: RunLayers,
+        x_TM: torch.Tensor,
+        step: Step,
+        plans: Plans,
+        cache: Sequence[LayerCache],
+    ) -> torch.Tensor:
+        """Runs the step, then as it is written down and as the script has it: the cache is given
+        the same rows. A script that gives other bits is dropped."""
+        expected_TM = run_layers(x_TM, step, plans, cache)
+        inputs, groups = _inputs(x_TM, step, plans), _groups(plans)
+
+        def run(own: Mapping[Hashable, torch.Tensor]) -> torch.Tensor:
+            return run_layers(own["x"], *_given(own, step, plans), cache)
+
+        least = 0 if self._script is None else GROWTH * self._script.capacity
+        capacity = -(-int(max(least, len(x_TM))) // CAPACITY_UNIT) * CAPACITY_UNIT
+        try:
+            script = self._write(run, inputs, groups, capacity)
+        except Unwritable as reason:
+            self._give_up(len(x_TM), str(reason))
+            return expected_TM
+        found_TM = script.run(inputs, groups)
+        if torch.equal(found_TM.view(torch.uint8), expected_TM.view(torch.uint8)):
+            self._script = script
+        else:
+            self._give_up(len(x_TM), "it gives other values")
+        return expected_TM
+
+    def _give_up(self, num_rows: int, reason: str) -> None:
+        """For steps of as many rows, or more; what there is serves smaller ones."""
+        logger.debug("no script for steps of %d rows: %s", num_rows, reason)
+        self._most_rows = 0 if self._script is None else self._script.capacity
+
+
+def _inputs(x_TM: torch.Tensor, step: Step, plans: Plans) -> dict[Hashable, torch.Tensor]:
+    """What differs from step to step, row by row."""
+    angles: dict[Hashable, torch.Tensor] = {
+        (kind, name): getattr(plan, name) for kind, plan in plans.items() for name in ANGLES
+    }
+    return {"x": x_TM, "slots": step.slots_T} | angles
+
+
+def _groups(plans: Plans) -> dict[Hashable, Groups]:
+    """What attention is given of a step."""
+    kinds: Mapping[str, Any] = plans
+    return {
+        (kind, each.name): value
+        for kind, plan in kinds.items()
+        for each in fields(plan)
+        if isinstance(value := getattr(plan, each.name), Groups)
+    }
+
+
+def _given(
+    own: Mapping[Hashable, torch.Tensor], step: Step, plans: Plans
+) -> tuple[Step, dict[str, Any]]:
+    """Step and plans with the script's own tensors."""
+    kinds: Mapping[str, Any] = plans
+    given = {
+        kind: replace(plan, **{name: own[kind, name] for name in ANGLES})
+        for kind, plan in kinds.items()
+    }
+    return replace(step, slots_T=own["slots"]), given
