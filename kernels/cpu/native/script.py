@@ -221,6 +221,11 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._is_on = is_on
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """torch would load its compiler for that: 130 MB, for nothing that runs here."""
+        return False
+
     def __torch_dispatch__(
         self,
         func: Any,

@@ -1,0 +1,152 @@
+"""Layers run from a script of compiled calls: bit for bit as without, or not at all."""
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from steps import Row, run_step
+from tiny import read_config, write_tiny
+
+from batchmla import kernels
+from batchmla.kernels.cpu.native.script import Script
+from batchmla.kv.cache import LayerCache, make_cache
+from batchmla.models import get_family
+from batchmla.models.load import load_model
+from batchmla.parallel import Par
+from batchmla.placement import Placement
+
+PAGE_TOKENS, NUM_PAGES = 16, 96
+CPU, BF16 = torch.device("cpu"), torch.bfloat16
+WRITTEN = ("llama", "v3_wide", "minimax_m2")
+# rows of steps: within a script's room, at its edge, beyond it, and fewer again
+STEPS = ((3,), (64,), (65,), (1, 1, 1), (90, 1, 30), (1,), (200, 7), (1, 1))
+
+
+@pytest.fixture(scope="module", params=WRITTEN)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if kernels.load("cpu").name.startswith("cpu by torch"):
+        pytest.skip(kernels.load("cpu").name)
+    made = tmp_path_factory.mktemp(request.param)
+    write_tiny(made, request.param)
+    return made
+
+
+def load(folder: Path, dtype: torch.dtype = BF16) -> Any:
+    return load_model(
+        folder, read_config(folder), Placement(), Par.single(), kernels.load("cpu"), dtype, CPU
+    )
+
+
+def cache_of(folder: Path, dtype: str = "bfloat16") -> tuple[LayerCache, ...]:
+    raw = read_config(folder)
+    family = get_family(raw)
+    layout = family.layout(family.Config.from_hf(raw), dtype, Placement(), PAGE_TOKENS)
+    cache = make_cache(layout, NUM_PAGES, CPU, num_lanes=8)
+    for layer in cache:
+        for part in layer.values():
+            part.zero_()
+    return cache
+
+
+def ids_of() -> list[int]:
+    source = random.Random(7)
+    return [source.randrange(256) for _ in range(600)]
+
+
+def run(model: Any, cache: Sequence[LayerCache], steps: Sequence[Sequence[int]]) -> list[Row]:
+    """Rows that go on in every step that has so many; prompts of the same tokens begin alike."""
+    source, ids = random.Random(5), ids_of()
+    pool = list(range(NUM_PAGES))
+    source.shuffle(pool)
+    rows = [Row(ids, [pool.pop() for _ in range(30)], lane=lane) for lane in range(3)]
+    for counts in steps:
+        run_step(model, cache, list(zip(rows, counts, strict=False)), PAGE_TOKENS)
+    return rows
+
+
+def assert_same(found: Sequence[Row], expected: Sequence[Row]) -> None:
+    for one, other in zip(found, expected, strict=True):
+        assert len(one.logits) == len(other.logits)
+        assert all(map(torch.equal, one.logits, other.logits))
+
+
+def without(model: Any) -> Any:
+    """The model with its layers as they are."""
+    model._scripted = None
+    return model
+
+
+def test_a_script_gives_the_same_bits(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = []
+    plain = Script.run
+    monkeypatch.setattr(Script, "run", lambda *args: (runs.append(1), plain(*args))[1])
+    model, cache, other = load(folder), cache_of(folder), cache_of(folder)
+    found = run(model, cache, STEPS)
+    written = model._scripted._script
+    assert written is not None and written.capacity >= 207
+    # of eight steps four were written down: for 3 rows, 65, 121 and 207
+    assert len(runs) == len(STEPS)
+    assert_same(found, run(without(load(folder)), other, STEPS))
+    for one, two in zip(cache, other, strict=True):
+        assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+def test_another_cache_has_a_script_of_its_own(folder: Path) -> None:
+    model = load(folder)
+    first, second = cache_of(folder), cache_of(folder)
+    run(model, first, STEPS[:4])
+    before = [part.clone() for layer in first for part in layer.values()]
+    found = run(model, second, STEPS[:4])
+    assert_same(found, run(without(load(folder)), cache_of(folder), STEPS[:4]))
+    after = [part for layer in first for part in layer.values()]
+    assert all(map(torch.equal, before, after))
+
+
+def test_what_torch_computes_is_not_written_down(folder: Path) -> None:
+    """float32 is served by torch."""
+    model = load(folder, torch.float32)
+    found = run(model, cache_of(folder, "float32"), STEPS[:3])
+    assert model._scripted._script is None and model._scripted._most_rows == 0
+    expected = run(without(load(folder, torch.float32)), cache_of(folder, "float32"), STEPS[:3])
+    assert_same(found, expected)
+
+
+def test_a_script_that_gives_other_values_is_dropped(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = Script.run
+    monkeypatch.setattr(Script, "run", lambda *args: plain(*args).neg_())
+    model = load(folder)
+    found = run(model, cache_of(folder), STEPS)
+    assert model._scripted._script is None and model._scripted._most_rows == 0
+    assert_same(found, run(without(load(folder)), cache_of(folder), STEPS))
+
+
+def test_a_script_is_written_for_rows_that_are_not_finite(folder: Path) -> None:
+    """NaN is not equal to itself, but has the same bits."""
+    model, other = load(folder), without(load(folder))
+    for each in (model, other):
+        each.embed.weight.tensor[ids_of()[2]] = torch.nan
+    found = run(model, cache_of(folder), STEPS[:4])
+    assert model._scripted._script is not None
+    expected = run(other, cache_of(folder), STEPS[:4])
+    assert torch.isnan(torch.cat(found[0].logits)).any()
+    for one, two in zip(found, expected, strict=True):
+        bits = [torch.cat(each.logits).view(torch.int32) for each in (one, two)]
+        assert torch.equal(*bits)
+
+
+def test_a_step_with_too_much_in_memory_runs_as_it_is(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = load(folder)
+    run(model, cache_of(folder), STEPS[:1])
+    most_bytes = 2 * model._scripted._script._num_bytes
+    monkeypatch.setattr("batchmla.kernels.cpu.native.script.MOST_BYTES", most_bytes)
+    found = run(model, cache_of(folder), STEPS)
+    assert model._scripted._script is not None
+    assert model._scripted._most_rows == model._scripted._script.capacity < 207
+    assert_same(found, run(without(load(folder)), cache_of(folder), STEPS))
