@@ -6,10 +6,11 @@ packed order. Bounded in bytes, and in how far a prompt may lie ahead of the old
 
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Literal
 
 from batchmla.core import Completion, Prompt
+from batchmla.jobs.pack_drain import Drain, longest_first
 from batchmla.jobs.pack_future import PrefixFuture
 from batchmla.jobs.pack_lengths import PromptLengths
 from batchmla.jobs.pack_order import find_neighbours, packed_order
@@ -53,6 +54,7 @@ class Packer:
         )  # indices in input order, the finished ones lazily gone
         self._finished: set[int] = set()  # of those, behind the oldest unfinished
         self._future: PrefixFuture | None = None
+        self._drain = Drain()
         self._twins = Twins() if dedupe else None
         self._wanted: tuple[int, int] | None = None  # index and bytes a waiting reader has
         self._is_hungry = False  # the engine waits
@@ -92,9 +94,11 @@ class Packer:
             if wait and not self._wait_for_prompt():
                 return ()
             taken: list[Waiting] = []
+            self._drain.asked(limit, len(self._taken))
             while len(taken) < limit and (self._ready or self._next):
                 if not self._ready:
                     self._pack()
+                self._sort_the_last()
                 count = min(limit - len(taken), len(self._ready))
                 part = [self._ready.popleft() for _ in range(count)]
                 self._waiting_bytes -= sum(each.num_bytes for each in part)
@@ -229,10 +233,26 @@ class Packer:
 
     def _packed(self, gathered: list[Waiting]) -> list[Waiting]:
         prompts = [each.prompt for each in gathered]
-        lengths = [self.lengths.expected(prompt) for prompt in prompts]
         neighbours = find_neighbours(prompts)
-        is_last = self._is_ended and not self._next
-        order = packed_order(prompts, lengths, neighbours=neighbours, is_last=is_last)
+        order = packed_order(prompts, self._lengths(gathered), neighbours=neighbours)
+        self._drain.packed(len(order))
         if self._future is not None:
             self._future.plan(prompts, neighbours, order)
         return [gathered[position] for position in order]
+
+    def _sort_the_last(self) -> None:
+        """Longest first, once what is ready is the end of the job."""
+        is_end = self._order == "auto" and self._is_ended and not self._next
+        if not is_end or not self._drain.may_be_due(len(self._ready)):
+            return
+        lengths = self._lengths(self._ready)
+        if not self._drain.is_due(lengths):
+            return
+        rows, order = list(self._ready), longest_first(lengths)
+        self._ready = deque(rows[position] for position in order)
+        if self._future is not None:
+            prompts = [each.prompt for each in rows]
+            self._future.plan(prompts, find_neighbours(prompts), order)
+
+    def _lengths(self, rows: Iterable[Waiting]) -> list[int]:
+        return [self.lengths.expected(each.prompt) for each in rows]

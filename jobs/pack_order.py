@@ -3,8 +3,7 @@
 Rows that share a prefix are neighbours, so that it is computed once and held once. Groups, and rows
 within a group, are taken from both ends of their order by density (prompt tokens to compute for
 each token to generate), so that at any time prompts to compute and completions to continue stand in
-the job's own proportion: a step then finds enough of both. At the end come short completions, the
-longest of them first, so that no row runs alone.
+the job's own proportion: a step then finds enough of both.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,7 +17,6 @@ from batchmla.core import Prompt, TokenIds
 KEY_TOKENS = 1024  # of a prompt's start decide who is whose neighbour
 LEAST_SHARED = 32  # tokens that make a common prefix worth staying together for
 MIXED_ROWS = 64  # the mixture is kept over about so many rows
-DRAIN_ROWS = 256  # of the end, longest completions first
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,19 +56,14 @@ def packed_order(
     output_tokens: Sequence[int],
     *,
     neighbours: Neighbours | None = None,
-    is_last: bool = False,
 ) -> list[int]:
     """Positions of `prompts` in the order to admit them; each is expected to generate so many
-    tokens. `is_last`: no prompt follows, so that the end is drained.
+    tokens.
     """
     if not prompts:
         return []
     groups = prefix_groups(prompts, output_tokens, neighbours or find_neighbours(prompts))
-    order = list(_mix_groups(groups))
-    if is_last:
-        start = len(order) - min(DRAIN_ROWS, len(order) // 4)
-        order[start:] = sorted(order[start:], key=output_tokens.__getitem__, reverse=True)
-    return order
+    return list(_mix_groups(groups))
 
 
 def find_neighbours(prompts: Sequence[Prompt]) -> Neighbours:

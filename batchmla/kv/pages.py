@@ -188,9 +188,10 @@ class PageTable:
         return chosen
 
     def _wanted_last(self, count: int, besides: list[int]) -> list[int]:
-        """The idle pages, not `besides`, whose next use is furthest away."""
-        others = set(self._idle).difference(besides)
-        return heapq.nlargest(count, sorted(others), key=lambda page: self._next_use(page) or 0)
+        """The idle pages, not `besides`, whose next use is furthest away; the oldest of several."""
+        chosen = set(besides)
+        others = (page for page in self._idle if page not in chosen)
+        return heapq.nlargest(count, others, key=lambda page: self._next_use(page) or 0)
 
     def _next_use(self, page: int) -> int | None:
         name = self._hash_of[page]

@@ -1,4 +1,4 @@
-"""The packed order: neighbours by prefix, a steady mixture, and an end that drains."""
+"""The packed order: neighbours by prefix, and a steady mixture."""
 
 from itertools import pairwise
 
@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from batchmla.core import Prompt, SamplingParams
 from batchmla.jobs.pack_order import (
-    DRAIN_ROWS,
     MIXED_ROWS,
     PrefixGroup,
     find_neighbours,
@@ -97,26 +96,15 @@ def test_within_a_group_the_mixture_holds_from_row_to_row() -> None:
     assert np.abs(distance).max() < 4 * max(own)
 
 
-def test_the_last_rows_run_longest_first() -> None:
-    rng = np.random.default_rng(3)
-    count = 4 * DRAIN_ROWS
-    prompts = [prompt(i, rng.integers(0, 9999, 40)) for i in range(count)]
-    outputs = rng.integers(1, 900, count).tolist()
-    tail = [outputs[place] for place in packed_order(prompts, outputs, is_last=True)]
-    assert tail[-DRAIN_ROWS:] == sorted(tail[-DRAIN_ROWS:], reverse=True)
-    assert tail[:-DRAIN_ROWS] != sorted(tail[:-DRAIN_ROWS], reverse=True)
-
-
 @settings(max_examples=60, deadline=None)
 @given(
     rows=st.lists(
         st.tuples(st.integers(0, 3), st.integers(0, 80), st.integers(1, 60)), max_size=40
     ),
-    is_last=st.booleans(),
 )
-def test_every_row_comes_once(rows: list[tuple[int, int, int]], is_last: bool) -> None:
+def test_every_row_comes_once(rows: list[tuple[int, int, int]]) -> None:
     prompts = [prompt(i, [kind] * 40 + [i] * length) for i, (kind, length, _) in enumerate(rows)]
-    order = packed_order(prompts, [output for *_, output in rows], is_last=is_last)
+    order = packed_order(prompts, [output for *_, output in rows])
     assert sorted(order) == list(range(len(rows)))
 
 
