@@ -5,13 +5,12 @@ roofline. No model runs; the steps are those that the engine would run for the s
     python benchmarks/packing_sim.py --trace documents     # V2-Lite on one H200, 100,000 rows
     python benchmarks/packing_sim.py --trace reasoning     # R1 on 8 x H200
 
-Prints a table; `--json FILE` keeps it. `packed` is the job's `engine.order: auto`. The orders with
-`paced` show what an engine would gain, that computes while it reads, from spreading prompts over
-the steps; with `--overlap none` they lose.
+Prints a table; `--json FILE` keeps it. `packed` is the job's `engine.order: auto`; with `paced` as
+on a GPU, where the scheduler spreads prompts over the steps. `input` is what an engine does that
+knows only the next row. With `--overlap none`, as on a processor, pacing loses.
 """
 
 import argparse
-import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -24,6 +23,7 @@ from packing_bound import Bound, bound_of
 from packing_lazy import LazyEngine
 from packing_machines import Machine, lite_h200, r1_8xh200, small_cpu
 from packing_plain import Clock, SimulatedEngine
+from packing_results import keep
 from packing_trace import Trace
 
 from batchmla.core import Completion, Prompt
@@ -36,13 +36,18 @@ _WINDOW_BYTES = 4 << 30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What became of one order. Shares are of tokens, `idle_share` of time."""
+    """What became of one order. Shares are of tokens, `idle_share` of time.
+
+    `bound_share`: of the bound of a device that always computes while it reads; `attainable_share`:
+    of that of the device simulated.
+    """
 
     order: str
     seconds: float
     steps: int
     tokens_per_s: float
     bound_share: float
+    attainable_share: float
     mean_running: float
     pool_use: float  # mean share of the pages in use
     idle_share: float  # time with less than a quarter of the most sequences that ran at once
@@ -86,6 +91,7 @@ def simulate(
         steps=len(clock.steps),
         tokens_per_s=generated / clock.seconds,
         bound_share=bound.seconds / clock.seconds,
+        attainable_share=bound.within(overlap) / clock.seconds,
         mean_running=sum(step_s * running for step_s, running in clock.steps) / clock.seconds,
         pool_use=clock.held_page_s / clock.seconds / clock.pages.num_pages,
         idle_share=idle_s / clock.seconds,
@@ -182,7 +188,7 @@ def main() -> None:
         default="all",
         help="of computing and reading: in a whole step, within linears and attention, none",
     )
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=Path, help="a file of results, which are added to it")
     arguments = parser.parse_args()
     found = []
     for name, trace, machine in cases(arguments):
@@ -200,15 +206,18 @@ def main() -> None:
             print(
                 f"  {order:12s} {outcome.seconds:9.1f} s"
                 f"  x{outcomes[0].seconds / outcome.seconds:.3f}"
-                f"  bound {outcome.bound_share:6.1%}  running {outcome.mean_running:6.1f}"
+                f"  bound {outcome.bound_share:6.1%}, here {outcome.attainable_share:6.1%}"
+                f"  running {outcome.mean_running:6.1f}"
                 f"  pool {outcome.pool_use:5.1%}"
                 f"  idle {outcome.idle_share:5.1%}  again {outcome.preempted_share:6.2%}"
                 f"  hits {outcome.hit_share:6.1%} of {outcome.best_hit_share:6.1%}",
                 flush=True,
             )
-            found.append({"case": name, "trace": trace.name} | asdict(outcome))
+            names = {"trace": trace.name, "rows": len(trace.prompts), "machine": machine.name}
+            names |= {"lengths": "known" if trace.is_known else "unknown", "case": name}
+            found.append(names | asdict(outcome) | {"bound_s": bound.seconds})
     if arguments.json:
-        arguments.json.write_text(json.dumps(found, indent=1) + "\n")
+        keep(arguments.json, arguments.overlap, found)
 
 
 if __name__ == "__main__":

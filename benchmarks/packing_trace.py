@@ -83,7 +83,7 @@ def clustered(*, num_rows: int = 2000, is_known: bool = True) -> Trace:
     return _trace("clustered", prompts, outputs, limit=1200, is_known=is_known)
 
 
-def reasoning(*, num_rows: int = 12_000, is_known: bool = False) -> Trace:
+def reasoning(*, num_rows: int = 100_000, is_known: bool = False) -> Trace:
     """A reasoning model: one system prompt of 256 tokens, questions around 250, and completions
     around 2,000 tokens with a long tail.
     """
