@@ -51,11 +51,11 @@ static inline void zero_pair(int has_second) {
     }
 }
 
-/* What to fetch while products run: from `at` up to `end`, then from `next` on; `bytes`, a multiple of
- * 256, with every pair of B tiles. */
+/* What to fetch while products run: from `at` up to `end`, then from `next` on; `bytes` with every pair
+ * of B tiles, of which one line in `step` is asked for. */
 typedef struct {
     const char *at, *end, *next;
-    long bytes;
+    long bytes, step;
 } Wanted;
 
 static inline void ask(Wanted *wanted) {
@@ -64,12 +64,7 @@ static inline void ask(Wanted *wanted) {
         wanted->end = wanted->at + (1L << 40);
     }
     const char *at = wanted->at, *end = at + wanted->bytes;
-    for (; at < end; at += 256) {
-        _mm_prefetch(at, _MM_HINT_T1);
-        _mm_prefetch(at + 64, _MM_HINT_T1);
-        _mm_prefetch(at + 128, _MM_HINT_T1);
-        _mm_prefetch(at + 192, _MM_HINT_T1);
-    }
+    for (; at < end; at += wanted->step) _mm_prefetch(at, _MM_HINT_T1);
     wanted->at = end;
 }
 

@@ -9,7 +9,7 @@
 
 #include "clusters.h"
 
-enum { KEY_TILES = 4, MOST_WIDTH = 4096, SCORE_LINES = 36, VALUE_LINES = 36 };
+enum { KEY_TILES = 4, MOST_WIDTH = 4096, SCORE_LINES = 36, VALUE_LINES = 36, MIN_TURNS = 4 };
 
 /* Buffers of one thread. */
 typedef struct {
@@ -377,6 +377,9 @@ int bmla_attend(const Job *job, int threads) {
     }
     const long count = all_units(job, units, &shared);
     threads = helpful_threads(job, threads);
+    /* heads whose keys lie side by side are one thread's, where there are enough for all */
+    const long together =
+        count - shared < MIN_TURNS * threads * job->key_heads ? 1 : job->key_heads;
 #pragma omp parallel num_threads(threads)
     {
         char *at = kept_memory(&room_memory, bytes);
@@ -392,9 +395,11 @@ int bmla_attend(const Job *job, int threads) {
             const Unit *next = index + threads < count ? &units[index + threads] : 0;
             if (!failed) attend(job, units[index], next, &room, states);
         }
-#pragma omp for schedule(dynamic)
+#pragma omp for schedule(dynamic, together)
         for (long index = shared; index < count; index++) {
-            const Unit *next = index + threads < count ? &units[index + threads] : 0;
+            const int is_last = (index - shared) % together == together - 1;
+            const long after = index + 1 + (is_last ? (threads - 1) * together : 0);
+            const Unit *next = after < count ? &units[after] : 0;
             if (!failed) attend(job, units[index], next, &room, states);
         }
         _tile_release();

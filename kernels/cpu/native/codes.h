@@ -249,7 +249,7 @@ static inline void multiply_codes(const bf16 *x, long x_stride, long rows, const
             else if (rows > PANEL)
                 load_pair(sums + row * PANEL, some > TILE);
             add_pair(a, some > TILE ? a + TILE * x_stride : 0, 2 * x_stride, decoded, count,
-                     (Wanted){0, 0, 0, 0});
+                     (Wanted){0, 0, 0, 0, 64});
             if (rows > PANEL || k + count == w->steps) store_pair(sums + row * PANEL, some > TILE);
         }
     }

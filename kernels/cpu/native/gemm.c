@@ -10,7 +10,13 @@
 
 #include "functions.h"
 
-enum { CHUNK_BYTES = 1 << 20, MOST_ROWS = 256, AHEAD_BYTES = 16384, MAX_UP_VALUES = 1 << 15 };
+enum {
+    CHUNK_BYTES = 1 << 20,
+    MOST_ROWS = 256,
+    AHEAD_BYTES = 16384,
+    LINE_BYTES = 64,
+    MAX_UP_VALUES = 1 << 15
+};
 
 /* Asks the system for the tiles' registers, once a process; 0: granted. */
 long bmla_request_tiles(void) { return syscall(SYS_arch_prctl, 0x1023, 18); }
@@ -75,18 +81,20 @@ static const char *panel_bytes(Panels weight, long panel, long depth) {
     return (const char *)(weight.values + (weight.first + panel) * PANEL * depth);
 }
 
-/* With one block of rows a panel's bytes are asked for shortly before they are read. With several the
- * next panel's are asked for during all of them, or memory would rest in all but the first. */
+/* With one block of rows a panel is read once, in order: the core fetches ahead by itself once it is
+ * told of it every 2 KiB, and would only wait for more requests. With several the next panel is
+ * asked for line by line during all of them, or memory would rest in all but the first. */
 static Wanted wanted_then(const Range *range, long panel, long depth, long rows, long row) {
-    const long blocks = (rows + PANEL - 1) / PANEL, step = 2 * PANEL * DEPTH;
+    const long blocks = (rows + PANEL - 1) / PANEL, tiles = 2 * PANEL * DEPTH;
     const char *here = panel_bytes(range->weight, panel, depth);
     const char *end = panel_bytes(range->weight, range->end, depth);
     const char *next = range->then < 0 ? end : panel_bytes(range->weight, range->then, depth);
-    if (blocks == 1 || (panel == range->start && row == 0))
-        return (Wanted){here + AHEAD_BYTES, end, next, step};
-    const long bytes = (step / blocks + 255) / 256 * 256;
+    if (blocks == 1) return (Wanted){here + AHEAD_BYTES, end, next, tiles, tiles};
+    if (panel == range->start && row == 0)
+        return (Wanted){here + AHEAD_BYTES, end, next, tiles, LINE_BYTES};
+    const long bytes = (tiles / blocks + LINE_BYTES - 1) / LINE_BYTES * LINE_BYTES;
     here += PANEL * depth * 2 + row / PANEL * bytes * (depth / DEPTH);
-    return (Wanted){here, end, next, bytes};
+    return (Wanted){here, end, next, bytes, LINE_BYTES};
 }
 
 /* The sums [some][32] of a panel for the rows from `row` on, which are called in their order. */
