@@ -24,6 +24,7 @@ logger = logging.getLogger(__name__)
 
 CAPACITY_UNIT = 64  # rows
 GROWTH = 1.5  # at least, from script to script
+LEAST_ROWS = 2  # of a step that is written down: one row does not tell how far the next is
 ANGLES = ("cos_TR", "sin_TR")
 
 RunLayers = Callable[[torch.Tensor, Step, Plans, Sequence[LayerCache]], torch.Tensor]
@@ -52,6 +53,8 @@ class ScriptedLayers:
             return run_layers(x_TM, step, plans, cache)
         if self._cache is not cache:
             self._script, self._cache = None, cache
+        if self._script is None and num_rows < LEAST_ROWS:
+            return run_layers(x_TM, step, plans, cache)
         if self._script is None or self._script.capacity < num_rows:
             return self._write_down(run_layers, x_TM, step, plans, cache)
         return self._script.run(_inputs(x_TM, step, plans), _groups(plans)).clone()

@@ -1,6 +1,7 @@
 """What scripts of compiled calls rest on: numbers that C and Python share, and what is refused."""
 
 import re
+import weakref
 from pathlib import Path
 
 import pytest
@@ -77,10 +78,34 @@ def test_attention_is_given_the_groups_of_each_step(ops: Ops, weight: Packed) ->
     assert seen[0] is first and seen[1] is second
 
 
-@pytest.mark.parametrize("kind", ["computed", "in place", "unread", "rows"])
+def test_a_script_keeps_nothing_that_attention_gave(ops: Ops, weight: Packed) -> None:
+    """Of dozens of layers it would be more than all that calls give to each other."""
+    given = []
+
+    def attend(q: torch.Tensor) -> torch.Tensor:
+        out = q * 2
+        given.append(weakref.ref(out))
+        return out
+
+    noted = ops.write_script.__self__.attention(attend)  # type: ignore[union-attr]
+
+    def run(own: dict[str, torch.Tensor]) -> torch.Tensor:
+        y = own["x"]
+        for _ in range(4):
+            y = ops.linear(noted(ops.linear(y, weight, None)), weight, None)
+        return y
+
+    x = torch.randn(5, 64).to(BF16)
+    made = ops.write_script(run, {"x": x}, {}, 64)  # type: ignore[misc]
+    assert [each() for each in given] == [None] * 4
+    assert torch.equal(made.run({"x": x}, {}), run({"x": x}))
+
+
+@pytest.mark.parametrize("kind", ["computed", "in place", "unread", "part", "groups", "rows"])
 def test_what_a_script_would_not_know_of_is_refused(ops: Ops, weight: Packed, kind: str) -> None:
     calls = ops.write_script.__self__  # type: ignore[union-attr]
-    attend = calls.attention(lambda q: q * 2)
+    attend, other = calls.attention(lambda q: q * 2), calls.attention(lambda q, groups: q * 2)
+    narrow = ops.pack(PackKind.LINEAR, torch.randn(32, 32).to(BF16))
 
     def run(own: dict[str, torch.Tensor]) -> torch.Tensor:
         y = ops.linear(own["x"], weight, None)
@@ -88,6 +113,10 @@ def test_what_a_script_would_not_know_of_is_refused(ops: Ops, weight: Packed, ki
             y = y * 2
         elif kind == "in place":
             y.mul_(2)
+        elif kind == "part":
+            return ops.linear(attend(y)[:, 32:], narrow, None)
+        elif kind == "groups":
+            y = other(y, Groups(members=()))
         elif kind == "unread":
             attend(y)
             attend(ops.linear(own["x"], weight, None))

@@ -1,6 +1,7 @@
 """Layers run from a script of compiled calls: bit for bit as without, or not at all."""
 
 import random
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -92,6 +93,90 @@ def test_a_script_gives_the_same_bits(folder: Path, monkeypatch: pytest.MonkeyPa
     assert_same(found, run(without(load(folder)), other, STEPS))
     for one, two in zip(cache, other, strict=True):
         assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+ODD = {
+    "no query rank": ("v3_wide", {"q_lora_rank": None}),
+    "tied": ("llama_tied", {}),
+    "biases": ("qwen2", {}),
+    "dense and wide": ("v3_wide", {"first_k_dense_replace": 2, "intermediate_size": 320}),
+    "two shared": ("v3_wide", {"n_shared_experts": 2, "moe_intermediate_size": 32}),
+}
+
+
+@pytest.mark.parametrize("steps", [((1,), (1, 1), (40, 9), (1,)), ((1, 1), (300, 5), (1,), (65,))])
+@pytest.mark.parametrize("kind", ODD)
+def test_the_first_step_may_be_of_any_size(
+    kind: str, steps: Sequence[Sequence[int]], tmp_path: Path
+) -> None:
+    """torch gives a single row any stride: it does not tell where a second one would be."""
+    if kernels.load("cpu").write_script is None:
+        pytest.skip(kernels.load("cpu").name)
+    name, changes = ODD[kind]
+    write_tiny(tmp_path, name, **changes)
+    model, cache, other = load(tmp_path), cache_of(tmp_path), cache_of(tmp_path)
+    found = run(model, cache, steps)
+    assert model._scripted._script is not None
+    assert_same(found, run(without(load(tmp_path)), other, steps))
+    for one, two in zip(cache, other, strict=True):
+        assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_any_order_of_sizes_and_threads_gives_the_same_bits(folder: Path, seed: int) -> None:
+    source, num_threads = random.Random(seed), torch.get_num_threads()
+    counts = [[source.choice((1, 1, 2, 31, 33, 64, 65)) for _ in range(3)] for _ in range(7)]
+    steps = [each[: source.randrange(1, 4)] for each in counts]
+    model, cache = load(folder), cache_of(folder)
+    try:
+        model.embed.forward = _with_threads(model.embed.forward, source)
+        found = run(model, cache, steps)
+    finally:
+        torch.set_num_threads(num_threads)
+    assert model._scripted._script is not None
+    assert_same(found, run(without(load(folder)), cache_of(folder), steps))
+
+
+def _with_threads(function: Any, source: random.Random) -> Any:
+    """The same function; the number of threads is another one afterwards."""
+
+    def call(*args: Any) -> Any:
+        torch.set_num_threads(source.randrange(1, 4))
+        return function(*args)
+
+    return call
+
+
+@pytest.mark.parametrize("name", ["linear", "attention"])
+def test_memory_that_lacks_while_a_step_is_written_down_does_no_harm(
+    folder: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, cache = load(folder), cache_of(folder)
+    calls = model._scripted._write.__self__
+    noted = {"linear": "note", "attention": "note_attention"}[name]
+    made: list[weakref.ref[Script]] = []
+
+    def fail(script: Script, *_: Any) -> None:
+        made.append(weakref.ref(script))
+        raise MemoryError("not enough memory")
+
+    run(model, cache, STEPS[:1])
+    with monkeypatch.context() as patch:
+        patch.setattr(Script, noted, fail)
+        with pytest.raises(MemoryError):
+            run(model, cache, ((90, 1),))
+    assert calls._script is None and made[0]() is None
+    assert model._scripted._script.capacity == 64 and model._scripted._most_rows is None
+    model, cache = load(folder), cache_of(folder)
+    assert_same(run(model, cache, STEPS), run(without(load(folder)), cache_of(folder), STEPS))
+
+
+def test_a_cache_of_records_runs_as_it_is(folder: Path) -> None:
+    """Rows are turned into records by torch."""
+    model = load(folder)
+    found = run(model, cache_of(folder, "fp8"), STEPS[:4])
+    assert model._scripted._script is None and model._scripted._most_rows == 0
+    assert_same(found, run(without(load(folder)), cache_of(folder, "fp8"), STEPS[:4]))
 
 
 def test_another_cache_has_a_script_of_its_own(folder: Path) -> None:

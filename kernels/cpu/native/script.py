@@ -85,7 +85,8 @@ class Script:
         self._library = library
         self._parts = [_Part()]
         self._num_rows = 0  # of the step that is written down
-        self._fed: int | None = None  # where the last attention's results are
+        self._fed_TX: torch.Tensor | None = None  # what the last attention gave
+        self._fed = range(0)  # its addresses
         self._inputs: dict[Hashable, torch.Tensor] = {}
         self._groups: dict[int, Hashable] = {}
         self._result_RM: torch.Tensor
@@ -97,8 +98,10 @@ class Script:
     def begin(
         self, inputs: Mapping[Hashable, torch.Tensor], groups: Mapping[Hashable, Groups]
     ) -> dict[Hashable, torch.Tensor]:
-        """The inputs in memory of the script's own."""
+        """The inputs in memory of the script's own; two rows or more, for torch tells any stride
+        of a single one."""
         self._num_rows = len(next(iter(inputs.values())))
+        assert self._num_rows > 1, f"a step of {self._num_rows} rows tells no strides"
         self._groups = {id(each): key for key, each in groups.items()}
         for key, values in inputs.items():
             self._inputs[key] = values.new_empty(self.capacity, *values.shape[1:])
@@ -111,6 +114,7 @@ class Script:
             part.table = (_Call * len(part.calls))(*part.calls)
             part.fed = [(part.table[call].args, at) for call, at in part.fed]
             part.calls = []
+        self._fed_TX = None
 
     def empty(self, num_rows: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Memory for what a call gives. It is taken again after the next call of attention but one:
@@ -148,8 +152,11 @@ class Script:
         part = self._parts[-1]
         for at, argument in enumerate(args[:-1]):  # the last one says how many threads there are
             call.args[at] = _as_integer(argument)
-            if self._fed is not None and argument == self._fed:
-                part.fed.append((len(part.calls), at))
+            if call.args[at] not in self._fed:
+                continue
+            if call.args[at] != self._fed.start:
+                raise Unwritable(f"{name} was given a part of what attention gave")
+            part.fed.append((len(part.calls), at))
         self._kept.append(args)
         part.calls.append(call)
 
@@ -161,15 +168,19 @@ class Script:
         out_TX: torch.Tensor,
     ) -> None:
         """A call of attention that was made, and what it gave."""
-        if self._fed is not None and not self._parts[-1].fed:
+        if self._fed_TX is not None and not self._parts[-1].fed:
             raise Unwritable("what attention gave is not read by a call")
-        named = [
-            _Named(self._groups[id(each)]) if id(each) in self._groups else each for each in args
-        ]
+        named = [self._named(each) if isinstance(each, Groups) else each for each in args]
         self._parts[-1].attention = _Attention(function, self._whole(q_THD), named)
         self._parts.append(_Part())
-        self._fed, self._at = out_TX.data_ptr(), 0
-        self._kept.append(out_TX)
+        start = out_TX.data_ptr()
+        self._fed_TX, self._fed = out_TX, range(start, start + out_TX.nbytes)
+        self._at = 0
+
+    def _named(self, groups: Groups) -> _Named:
+        if id(groups) not in self._groups:
+            raise Unwritable("attention was given groups that no step brings")
+        return _Named(self._groups[id(groups)])
 
     def run(
         self, inputs: Mapping[Hashable, torch.Tensor], groups: Mapping[Hashable, Groups]
