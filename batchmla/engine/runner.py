@@ -212,8 +212,13 @@ class Runner:
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
-            found = out_of_memory(work.num_tokens)
-            raise found if self._followers is None else DeviceError(str(found)) from error
+            raise self._lacking(
+                work.num_tokens
+            ) from error  # no name: it would keep the step's frames
+
+    def _lacking(self, num_tokens: int) -> DeviceError:
+        found = out_of_memory(num_tokens)
+        return found if self._followers is None else DeviceError(str(found))
 
     def forget(self, sequence: Sequence) -> None:
         """The sequence left the running ones."""

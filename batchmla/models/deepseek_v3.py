@@ -6,6 +6,7 @@ bias (DeepSeek-V3 report); Kimi-K2 is a V3 with one group, and Kimi-K2.5 a K2 in
 also sees.
 """
 
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -169,7 +170,7 @@ def build(config: Config, par: Par, ops: Ops) -> DeepseekV3:
     dims = replace(whole, heads=par.placement.local(config.num_heads, "attention heads"))
 
     def plan_step(step: Step, dtype: torch.dtype) -> Plans:
-        forms = model.mla_forms
+        forms = itself.mla_forms
         return {mla.KIND: mla.plan(step, rope, dims, forms, dtype, ops.reads_pages)}
 
     def build_layer(index: int) -> Layer:
@@ -183,6 +184,7 @@ def build(config: Config, par: Par, ops: Ops) -> DeepseekV3:
 
     model = DeepseekV3.assemble(config, par, ops, build_layer, plan_step)
     model.mla_forms = mla.MlaForms.CHEAPEST
+    itself = weakref.proxy(model)  # it goes with its last user, not when garbage is collected
     return model
 
 

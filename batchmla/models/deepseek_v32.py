@@ -4,6 +4,7 @@ The report is DeepSeek-V3.2's; the indexer rotates its first elements in halves,
 weights need (the first demonstration code did not).
 """
 
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -166,7 +167,7 @@ def build(config: Config, par: Par, ops: Ops) -> DeepseekV32:
 
     def plan_step(step: Step, dtype: torch.dtype) -> Plans:
         plan = sparse.plan(
-            step, rope, dims, config.index.count, model.mla_forms, dtype, ops.reads_pages
+            step, rope, dims, config.index.count, itself.mla_forms, dtype, ops.reads_pages
         )
         return {sparse.KIND: plan}
 
@@ -182,6 +183,7 @@ def build(config: Config, par: Par, ops: Ops) -> DeepseekV32:
 
     model = DeepseekV32.assemble(config, par, ops, build_layer, plan_step)
     model.mla_forms = MlaForms.CHEAPEST
+    itself = weakref.proxy(model)  # it goes with its last user, not when garbage is collected
     return model
 
 

@@ -2,6 +2,7 @@
 DeepSeek V3's experts (Kimi-Linear report, section 4).
 """
 
+import weakref
 from dataclasses import replace
 
 import torch
@@ -58,7 +59,7 @@ def build(config: Config, par: Par, ops: Ops) -> KimiLinear:
     )
 
     def plan_step(step: Step, dtype: torch.dtype) -> Plans:
-        forms = model.mla_forms
+        forms = itself.mla_forms
         return {
             mla.KIND: mla.plan(step, rope, latent, forms, dtype, ops.reads_pages),
             kda.KIND: plan_delta(step, delta.taps),
@@ -81,4 +82,5 @@ def build(config: Config, par: Par, ops: Ops) -> KimiLinear:
 
     model = KimiLinear.assemble(config, par, ops, build_layer, plan_step)
     model.mla_forms = mla.MlaForms.CHEAPEST
+    itself = weakref.proxy(model)  # it goes with its last user, not when garbage is collected
     return model
