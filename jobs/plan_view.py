@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -45,20 +46,20 @@ def print_plan(plan: Plan, console: Console | None = None) -> None:
 
 def _placements(plan: Plan) -> Table:
     """Every placement on these devices; sizes of one of them."""
+    title = "tensor/expert/attention_data: GiB of each device, tokens and rows of all"
     table = Table(
-        "tensor / expert / data", "weights", "work", "driver", "KV pool", "KV tokens", "rows",
-        "tokens/s", "talk", title="placements: GiB of each device, tokens and rows of all together",
+        "t/e/d", "weights", "work", "driver", "KV", "KV tokens", "rows", "tokens/s", "talk",
+        title=title, box=SIMPLE_HEAD, padding=(0, 1),
     )  # fmt: skip
     for column in table.columns:
         column.justify = "right"
         column.no_wrap = True
     for each in plan.placements:
-        sizes = " / ".join(str(each[name]) for name in ("tensor", "expert", "attention_data"))
+        sizes = "/".join(str(each[name]) for name in ("tensor", "expert", "attention_data"))
         if not each["fits"]:
             weights = _in_gib(each["weights_bytes"]) if "weights_bytes" in each else "-"
-            table.add_row(
-                sizes, weights, "-", "-", "no room" if weights != "-" else "cannot be cut"
-            )
+            reason = "no room" if weights != "-" else "cannot be cut"
+            table.add_row(sizes, weights, "-", "-", "-", reason)
             continue
         rates = ["-", "-", "-"]
         if each["tokens_per_second"] is not None:

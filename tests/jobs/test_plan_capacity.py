@@ -54,8 +54,8 @@ def r1(r1_folder: str, tmp_path_factory: pytest.TempPathFactory) -> Plan:
     return plan_job(job(r1_folder, tmp_path_factory.mktemp("job")), "8xH200")
 
 
-def shown(plan: Plan) -> str:
-    console = Console(width=110, record=True, quiet=False, file=open("/dev/null", "w"))  # noqa: SIM115
+def shown(plan: Plan, width: int = 110) -> str:
+    console = Console(width=width, record=True, quiet=False, file=open("/dev/null", "w"))  # noqa: SIM115
     print_plan(plan, console)
     return console.export_text()
 
@@ -128,7 +128,9 @@ def test_capacity_as_vllm_logs_it_is_that_of_one_group(r1: Plan) -> None:
 def test_a_person_sees_every_placement_and_the_choice(r1: Plan) -> None:
     text = shown(r1)
     for each in r1.placements:
-        assert " / ".join(str(each[n]) for n in ("tensor", "expert", "attention_data")) in text
+        assert "/".join(str(each[n]) for n in ("tensor", "expert", "attention_data")) in text
+    narrow = shown(r1, width=80)
+    assert "…" not in narrow and f"{r1.kv_capacity_tokens:,} " in narrow
     choice = "recommended: model.parallel {tensor: 1, expert: 8, attention_data: 8}"
     capacity = f"{r1.kv_capacity_tokens:,}"
     for words in ("no room", choice, capacity, "GPU KV cache size", "driver and NCCL (estimate)"):
