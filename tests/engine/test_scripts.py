@@ -241,3 +241,20 @@ def test_a_closed_engine_keeps_nothing(folder: Path) -> None:
     finally:
         gc.enable()
     assert left == [None] * len(held)
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "v32", "v4", "kimi_linear", "minimax_m3"])
+def test_no_family_waits_for_a_collection(name: str, tmp_path: Path) -> None:
+    write_tiny(tmp_path, name)
+    engine = load(tmp_path, dtype="float32", block_size=None)
+    params = SamplingParams(temperature=0.0, max_tokens=3)
+    assert len(list(engine.generate(ListSource([make_prompt(0, [5, 6, 7], params)])))) == 1
+    held = [weakref.ref(model_of(engine)), weakref.ref(engine._runner._forward)]
+    gc.collect()
+    gc.disable()
+    try:
+        engine.close()
+        left = [each() for each in held]
+    finally:
+        gc.enable()
+    assert left == [None, None]
