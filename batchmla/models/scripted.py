@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 CAPACITY_UNIT = 64  # rows
-GROWTH = 1.5  # at least, from script to script
+MOST_CAPACITY = 4096
 LEAST_ROWS = 2  # of a step that is written down: one row does not tell how far the next is
 ANGLES = ("cos_TR", "sin_TR")
 
@@ -38,6 +38,7 @@ class ScriptedLayers:
         self._script: Script | None = None
         self._cache: Sequence[LayerCache] | None = None
         self._most_rows: int | None = None  # that a script could be written for; None: any
+        self._is_proven = False  # a script of these calls gave the bits that it should
 
     def forward(
         self,
@@ -67,27 +68,35 @@ class ScriptedLayers:
         plans: Plans,
         cache: Sequence[LayerCache],
     ) -> torch.Tensor:
-        """Runs the step, then as it is written down and as the script has it: the cache is given
-        the same rows. A script that gives other bits is dropped."""
-        expected_TM = run_layers(x_TM, step, plans, cache)
+        """Runs the step as it is written down. The first time it is run as it is before, and by the
+        script then: the cache is given the same rows, and a script that gives other bits is
+        dropped."""
+        expected_TM = None if self._is_proven else run_layers(x_TM, step, plans, cache)
         inputs, groups = _inputs(x_TM, step, plans), _groups(plans)
 
         def run(own: Mapping[Hashable, torch.Tensor]) -> torch.Tensor:
             return run_layers(own["x"], *_given(own, step, plans), cache)
 
-        least = 0 if self._script is None else GROWTH * self._script.capacity
-        capacity = -(-int(max(least, len(x_TM))) // CAPACITY_UNIT) * CAPACITY_UNIT
         try:
-            script = self._write(run, inputs, groups, capacity)
+            script = self._write(run, inputs, groups, self._capacity_for(len(x_TM)))
         except Unwritable as reason:
             self._give_up(len(x_TM), str(reason))
-            return expected_TM
+            return run_layers(x_TM, step, plans, cache) if expected_TM is None else expected_TM
+        if expected_TM is None:
+            self._script = script
+            return script.result(len(x_TM)).clone()
         found_TM = script.run(inputs, groups)
         if torch.equal(found_TM.view(torch.uint8), expected_TM.view(torch.uint8)):
-            self._script = script
+            self._script, self._is_proven = script, True
         else:
             self._give_up(len(x_TM), "it gives other values")
         return expected_TM
+
+    def _capacity_for(self, num_rows: int) -> int:
+        """Rows of the next script: a second one has as much room as there may be, which costs
+        nothing until it is used."""
+        most = 0 if self._script is None else min(self._script.most_rows, MOST_CAPACITY)
+        return max(-(-num_rows // CAPACITY_UNIT), most // CAPACITY_UNIT) * CAPACITY_UNIT
 
     def _give_up(self, num_rows: int, reason: str) -> None:
         """For steps of as many rows, or more; what there is serves smaller ones."""

@@ -88,8 +88,8 @@ def test_a_script_gives_the_same_bits(folder: Path, monkeypatch: pytest.MonkeyPa
     found = run(model, cache, STEPS)
     written = model._scripted._script
     assert written is not None and written.capacity >= 207
-    # of eight steps four were written down: for 3 rows, 65, 121 and 207
-    assert len(runs) == len(STEPS)
+    # two of eight steps were written down, the first of which was tried at once
+    assert len(runs) == len(STEPS) - 1
     assert_same(found, run(without(load(folder)), other, STEPS))
     for one, two in zip(cache, other, strict=True):
         assert all(torch.equal(one[name], two[name]) for name in one)

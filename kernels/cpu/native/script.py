@@ -136,6 +136,15 @@ class Script:
         self._at += 1
         return turn[self._at - 1][:num_bytes].view(dtype).view(whole_shape)[:num_rows]
 
+    @property
+    def most_rows(self) -> int:
+        """The capacity of a script of the same calls that has all memory that one may have."""
+        return MOST_BYTES * self.capacity // max(self._num_bytes, 1)
+
+    def result(self, num_rows: int) -> torch.Tensor:
+        """Of the step that ran last, which had so many rows."""
+        return self._result_RM[:num_rows]
+
     def keep(self, memory: object) -> None:
         """What calls point to lives as long as the script."""
         self._kept.append(memory)
@@ -197,7 +206,7 @@ class Script:
                 raise MemoryError("no memory for the tables of a call")
             if part.attention is not None:
                 out_TX = part.attention.run(num_rows, groups)
-        return self._result_RM[:num_rows]
+        return self.result(num_rows)
 
     def _filled(self, inputs: Mapping[Hashable, torch.Tensor]) -> dict[Hashable, torch.Tensor]:
         filled = {}
