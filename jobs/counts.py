@@ -64,7 +64,9 @@ def count_rows(
     num_rows = table.scan(spec.input.check).num_rows
     samples = read_samples(spec.sampling.n, table)
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
-        notes.append("no tokenizer in the model folder: prompts are not counted")
+        notes.append(
+            "no tokenizer in the model folder: prompts are not counted, and no time is foretold"
+        )
         return RowCounts(
             rows=num_rows if samples is None else samples.total(num_rows), prompt_tokens=None,
             rows_too_long=None, rows_failing=None, longest_prompt=None, output_tokens=None,

@@ -16,6 +16,7 @@ from batchmla.jobs.options import engine_options
 from batchmla.jobs.plan_choice import recommend, warnings
 from batchmla.jobs.plan_time import predict_time
 from batchmla.jobs.remote import place_of
+from batchmla.jobs.settings import ParallelSettings
 from batchmla.jobs.soundness import check_what_is_there
 from batchmla.jobs.spec import JobSpec, LoadedSpec
 from batchmla.kv.capacity import max_concurrency
@@ -93,6 +94,11 @@ def plan_job(loaded: LoadedSpec, hardware: str | None = None, *, calibrates: boo
     config = plan_engine(facts.raw, options, machine)
     notes = [*config.notes, *warnings(config)]
     check_what_is_there(folder, facts.raw, config.placement, spec.model.load_format, notes)
+    if config.placement.num_ranks > 1 and spec.model.parallel == ParallelSettings():
+        notes.append(
+            "model.parallel is not set: sizes are those of the placement that is recommended; a run "
+            "takes it with model.parallel: auto"
+        )
     if facts.quantization is not None:
         notes.append(_quantised_note(facts.quantization, config))
     counts = count_rows(spec, folder, config.max_model_len, config.layout.page_tokens, notes)

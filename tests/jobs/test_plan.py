@@ -102,7 +102,7 @@ def test_what_a_folder_without_a_tokenizer_cannot_tell_is_null_with_a_note(r1: L
     assert said["rows"] == 3
     for name in ("prompt_tokens", "rows_too_long", "longest_prompt", "predicted_seconds"):
         assert said[name] is None
-    assert "no tokenizer in the model folder: prompts are not counted" in said["notes"]
+    assert any("no tokenizer in the model folder: prompts" in each for each in said["notes"])
     assert any("weights stay in fp8 as published" in note for note in said["notes"])
     assert set(CONTRACT) <= set(said)
     assert json.loads(json.dumps(said, allow_nan=False)) == said

@@ -74,6 +74,7 @@ def test_a_machine_that_is_planned_for_is_used_as_recommended(r1: Plan) -> None:
     assert r1.recommended["max_batched_tokens"] == r1.max_batched_tokens == 2048
     assert r1.recommended["max_num_seqs"] <= r1.max_num_seqs
     assert r1.recommended["kv_cache_dtype"] == "bfloat16" and r1.recommended["block_size"] == 64
+    assert any("model.parallel is not set" in note for note in r1.notes)
     tensor = next(each for each in r1.placements if each["tensor"] == 8 and each["expert"] == 1)
     assert tensor["kv_capacity_tokens"] == pytest.approx(0.65e6, rel=0.02)
     assert r1.kv_capacity_tokens == pytest.approx(4.0e6, rel=0.02)
