@@ -96,8 +96,8 @@ def plan_job(loaded: LoadedSpec, hardware: str | None = None, *, calibrates: boo
     check_what_is_there(folder, facts.raw, config.placement, spec.model.load_format, notes)
     if config.placement.num_ranks > 1 and spec.model.parallel == ParallelSettings():
         notes.append(
-            "model.parallel is not set: sizes are those of the placement that is recommended; a run "
-            "takes it with model.parallel: auto"
+            "model.parallel is not set: sizes are those of the recommended placement, which a run "
+            "takes with model.parallel: auto"
         )
     if facts.quantization is not None:
         notes.append(_quantised_note(facts.quantization, config))
