@@ -11,6 +11,8 @@ from pathlib import Path
 
 import torch
 
+from batchmla.kernels.cpu.heap import give_back
+
 _RESET_PEAK = "5"  # proc(5), clear_refs: the peak of the resident set starts again
 
 
@@ -32,6 +34,7 @@ class PeakMemory:
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
             return
+        give_back()  # or what is taken next may be memory that the process has already
         with suppress(OSError):  # then the peak is that of the process's whole life
             (self._proc / "clear_refs").write_text(_RESET_PEAK)
 

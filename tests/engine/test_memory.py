@@ -1,5 +1,6 @@
 """What is measured of memory: what was taken since the start, not before it."""
 
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ from batchmla.engine.engine import load_engine
 from batchmla.engine.forward import Forward
 from batchmla.engine.memory import PeakMemory
 from batchmla.errors import DeviceError
+from batchmla.kernels.cpu.heap import keep_freed
 
 CPU = torch.device("cpu")
 MIB = 2**20
@@ -29,6 +31,15 @@ def test_the_peak_is_kept_and_what_was_taken_before_is_not_counted() -> None:
     assert memory.peak_bytes() >= 90 * MIB
     memory.restart()
     assert memory.peak_bytes() < 64 * MIB
+
+
+def test_what_the_process_keeps_of_freed_memory_hides_nothing() -> None:
+    assert keep_freed() or not sys.platform.startswith("linux")
+    freed = [torch.ones(5 * MIB) for _ in range(6)]  # blocks that stay with the process
+    del freed
+    memory = PeakMemory(CPU)
+    taken = np.ones(96 * MIB, np.uint8)
+    assert memory.peak_bytes() >= 90 * MIB, taken.nbytes
 
 
 def test_marks_are_read_where_the_system_keeps_them(tmp_path: Path) -> None:
