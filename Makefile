@@ -1,7 +1,7 @@
 # Commands for a fresh machine; each sets up .venv by itself.
 #   make demo   runs the main job: purchase documents in, reasoning and answers out
 #   make test   lint, format, types, tests, examples
-#   make test-integrations   the examples for schedulers with Airflow and Dagster themselves, all of Ray's tests, twenty kills
+#   make test-integrations   the examples for schedulers with Airflow and Dagster themselves, all of Ray's tests, twenty kills, SmolLM2 beside transformers
 
 PYTHON ?= python3
 VENV := .venv
@@ -33,10 +33,11 @@ types: $(STAMP)
 unit: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -P -m pytest -q --durations=15 -n 2 --dist loadfile --ignore=tests/gpu \
 		--ignore-glob="*/test_replicas*.py" --ignore=tests/examples/test_ray.py \
-		--deselect $(LONG)
+		$(foreach each,$(LONG),--deselect $(each))
 
 # the longest tests, which test-integrations runs
-LONG := tests/acceptance/test_kill_tally.py::test_twenty_kills_lose_and_double_nothing
+LONG := tests/acceptance/test_kill_tally.py::test_twenty_kills_lose_and_double_nothing \
+	tests/examples/test_smollm2_greedy.py::test_greedy_ids_equal_transformers_up_to_near_ties
 LONG_RAY := is_killed_leaves and not even_when_killed and not has_lost_all_replicas \
 	and not another_node_that_hangs and not loses_a_node and not ranks_on_all_nodes \
 	and not while_it_loads

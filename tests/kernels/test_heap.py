@@ -6,10 +6,10 @@ import sys
 import pytest
 
 FAULTS = """
-import resource, sys
+import resource
 import torch
 from batchmla.kernels.cpu.heap import keep_freed
-if sys.argv[1] == "kept" and not keep_freed():
+if not keep_freed():
     raise SystemExit("not kept")
 def step():
     blocks = [torch.ones(3_000_000) for _ in range(10)]
@@ -25,13 +25,11 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="a setting of glibc")
 def test_pages_are_not_cleared_anew_in_every_step() -> None:
-    def faults(way: str) -> int:
-        done = subprocess.run(
-            [sys.executable, "-c", FAULTS, way], capture_output=True, text=True, timeout=120
-        )
-        if "not kept" in done.stderr:
-            pytest.skip("this C library has no such setting")
-        assert done.returncode == 0, done.stderr
-        return int(done.stdout)
-
-    assert 10 * faults("kept") < faults("plain")
+    done = subprocess.run(
+        [sys.executable, "-c", FAULTS], capture_output=True, text=True, timeout=120
+    )
+    if "not kept" in done.stderr:
+        pytest.skip("this C library has no such setting")
+    assert done.returncode == 0, done.stderr
+    touched = 20 * 10 * 3_000_000 * 4 // 4096
+    assert int(done.stdout) < touched / 100
