@@ -19,7 +19,6 @@ from batchmla.kernels.quant import CodePanels, Quantised, Scheme
 
 if TYPE_CHECKING:
     from batchmla.kernels.block_sparse_ops import BlockSparseOps
-    from batchmla.kernels.cpu.native.script import Script
     from batchmla.kernels.hybrid_ops import HybridOps
     from batchmla.kernels.kda_ops import KdaOps
     from batchmla.kernels.sparse_ops import Record, SparseOps
@@ -256,6 +255,27 @@ class Unwritable(Exception):
     """Why a step cannot be written down as a script."""
 
 
+class Script(Protocol):
+    """The calls of a step, noted once: it runs steps of up to `capacity` rows."""
+
+    capacity: int
+
+    @property
+    def most_rows(self) -> int:
+        """The capacity of a script of the same calls that has all memory that one may have."""
+        ...
+
+    def run(
+        self, inputs: Mapping[Hashable, torch.Tensor], groups: Mapping[Hashable, Groups]
+    ) -> torch.Tensor:
+        """The step of these inputs, T rows each → [T, M], valid until the next."""
+        ...
+
+    def result(self, num_rows: int) -> torch.Tensor:
+        """[T, M] of the step that ran last, which had so many rows."""
+        ...
+
+
 class WritesScriptOp(Protocol):
     def __call__(
         self,
@@ -263,7 +283,7 @@ class WritesScriptOp(Protocol):
         inputs: Mapping[Hashable, torch.Tensor],
         groups: Mapping[Hashable, Groups],
         capacity: int,
-    ) -> "Script":
+    ) -> Script:
         """Runs a step on `inputs`, T rows each, and notes what is called meanwhile, for steps of up
         to `capacity` rows. Raises `Unwritable` where it cannot."""
         ...

@@ -72,7 +72,7 @@ class PromptScores:
     def __init__(self, num_tokens: int, num_likely: int) -> None:
         self.num_tokens = num_tokens
         self.num_likely = num_likely
-        self.bad_position: int | None = None  # of the first row seen whose logits were not finite
+        self.is_finite = True  # of all logits seen so far
         self._entries: list[Entry] = [NO_ENTRY]
 
     @property

@@ -212,9 +212,8 @@ class Runner:
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
-            raise self._lacking(
-                work.num_tokens
-            ) from error  # no name: it would keep the step's frames
+            # without a name, which would keep the step's frames
+            raise self._lacking(work.num_tokens) from error
 
     def _lacking(self, num_tokens: int) -> DeviceError:
         found = out_of_memory(num_tokens)
@@ -243,9 +242,7 @@ class Runner:
         assert extras is not None and extras.prompt_scores is not None, "asked for no scores"
         scores = extras.prompt_scores
         logits_RV = self._sampler.real(logits_RV)
-        is_finite_R = torch.isfinite(logits_RV).all(dim=1)
-        if not bool(is_finite_R.all()) and scores.bad_position is None:
-            scores.bad_position = targets.start + int((~is_finite_R).nonzero()[0])
+        scores.is_finite = scores.is_finite and bool(torch.isfinite(logits_RV).all())
         ids = chunk.sequence.tokens.view[targets.start : targets.stop].tolist()
         scores.push(score(logits_RV, ids, [scores.num_likely] * len(ids)))
 

@@ -290,7 +290,7 @@ def _scores(sequence: Sequence) -> bool:
 
 def _has_bad_prompt(sequence: Sequence) -> bool:
     scores = None if sequence.extras is None else sequence.extras.prompt_scores
-    return scores is not None and scores.bad_position is not None
+    return scores is not None and not scores.is_finite
 
 
 def _note_scores(plain_RV: torch.Tensor, drawn: Items[tuple[Sequence, Draw]]) -> None:

@@ -7,18 +7,15 @@ size; others run as they are. T tokens, M width.
 import logging
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from batchmla.kernels.groups import Groups
-from batchmla.kernels.ops import Unwritable, WritesScriptOp
+from batchmla.kernels.ops import Script, Unwritable, WritesScriptOp
 from batchmla.kv.cache import LayerCache
 from batchmla.kv.step import Step
 from batchmla.models.base import Plans
-
-if TYPE_CHECKING:
-    from batchmla.kernels.cpu.native.script import Script
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +25,7 @@ LEAST_ROWS = 2  # of a step that is written down: one row does not tell how far 
 ANGLES = ("cos_TR", "sin_TR")
 
 RunLayers = Callable[[torch.Tensor, Step, Plans, Sequence[LayerCache]], torch.Tensor]
+RunStep = Callable[[torch.Tensor, Step, Plans], torch.Tensor]
 
 
 class ScriptedLayers:
@@ -50,38 +48,37 @@ class ScriptedLayers:
     ) -> torch.Tensor:
         """[T, M] → [T, M], bit for bit what `run_layers` gives, which is always the same."""
         num_rows = len(x_TM)
-        if self._most_rows is not None and num_rows > self._most_rows:
+
+        def run_step(x_TM: torch.Tensor, step: Step, plans: Plans) -> torch.Tensor:
             return run_layers(x_TM, step, plans, cache)
+
+        if self._most_rows is not None and num_rows > self._most_rows:
+            return run_step(x_TM, step, plans)
         if self._cache is not cache:
             self._script, self._cache = None, cache
         if self._script is None and num_rows < LEAST_ROWS:
-            return run_layers(x_TM, step, plans, cache)
+            return run_step(x_TM, step, plans)
         if self._script is None or self._script.capacity < num_rows:
-            return self._write_down(run_layers, x_TM, step, plans, cache)
+            return self._write_down(run_step, x_TM, step, plans)
         return self._script.run(_inputs(x_TM, step, plans), _groups(plans)).clone()
 
     def _write_down(
-        self,
-        run_layers: RunLayers,
-        x_TM: torch.Tensor,
-        step: Step,
-        plans: Plans,
-        cache: Sequence[LayerCache],
+        self, run_step: RunStep, x_TM: torch.Tensor, step: Step, plans: Plans
     ) -> torch.Tensor:
         """Runs the step as it is written down. The first time it is run as it is before, and by the
         script then: the cache is given the same rows, and a script that gives other bits is
         dropped."""
-        expected_TM = None if self._is_proven else run_layers(x_TM, step, plans, cache)
+        expected_TM = None if self._is_proven else run_step(x_TM, step, plans)
         inputs, groups = _inputs(x_TM, step, plans), _groups(plans)
 
         def run(own: Mapping[Hashable, torch.Tensor]) -> torch.Tensor:
-            return run_layers(own["x"], *_given(own, step, plans), cache)
+            return run_step(own["x"], *_given(own, step, plans))
 
         try:
             script = self._write(run, inputs, groups, self._capacity_for(len(x_TM)))
         except Unwritable as reason:
             self._give_up(len(x_TM), str(reason))
-            return run_layers(x_TM, step, plans, cache) if expected_TM is None else expected_TM
+            return run_step(x_TM, step, plans) if expected_TM is None else expected_TM
         if expected_TM is None:
             self._script = script
             return script.result(len(x_TM)).clone()

@@ -1,6 +1,5 @@
 """Exact mode: the same ids and logits, bit for bit, whatever shares the steps of a row."""
 
-import itertools
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,12 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from engine_rows import preempt_often
 from fakes import ListSource, make_prompt
 from tiny import TINY, oracle_logits, read_config, write_tiny
 
 from batchmla.core import EngineOptions, Prompt, SamplingParams
 from batchmla.engine.engine import EngineCore, load_engine
-from batchmla.engine.group import Chunk
 from batchmla.engine.hardware import detect, parse_hardware
 from batchmla.engine.sampler import Draw
 from batchmla.engine.sequence import Sequence
@@ -96,19 +95,6 @@ def watch_logits(engine: EngineCore) -> dict[tuple[int, int], torch.Tensor]:
 
     sampler.draw = draw  # type: ignore[method-assign]
     return seen
-
-
-def preempt_often(engine: EngineCore) -> None:
-    """Every third step the youngest sequence loses its pages, needed or not."""
-    scheduler, steps = engine._scheduler, itertools.count(1)
-    plain_schedule = scheduler.schedule
-
-    def schedule() -> list[Chunk]:
-        if next(steps) % 3 == 0 and scheduler.num_running > 1:
-            scheduler._preempt(scheduler.groups[0].running[-1])
-        return plain_schedule()
-
-    scheduler.schedule = schedule  # type: ignore[method-assign]
 
 
 def differing(first: Found, second: Found) -> list[int]:

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from engine_rows import preempt_often
 from fakes import ListSource, make_prompt
 from tiny import read_config, write_tiny
 
 from batchmla.core import EngineOptions, Prompt, SamplingParams
-from batchmla.engine.engine import EngineCore, load_engine, plan_engine
-from batchmla.engine.group import Chunk
+from batchmla.engine.engine import load_engine, plan_engine
 from batchmla.engine.hardware import Hardware, parse_hardware
 from batchmla.engine.sampler import Draw
 from batchmla.engine.sequence import Sequence
@@ -42,19 +42,6 @@ def make_prompts() -> list[Prompt]:
         SamplingParams(temperature=1.0, max_tokens=NEW_TOKENS),
     )
     return [make_prompt(index, ids, kinds[index % 2]) for index, ids in enumerate(texts)]
-
-
-def preempt_often(engine: EngineCore) -> None:
-    """Every third step the youngest sequence loses its pages."""
-    scheduler, steps = engine._scheduler, iter(range(10**6))
-    plain_schedule = scheduler.schedule
-
-    def schedule() -> list[Chunk]:
-        if next(steps) % 3 == 2 and scheduler.num_running > 1:
-            scheduler._preempt(scheduler.groups[0].running[-1])
-        return plain_schedule()
-
-    scheduler.schedule = schedule  # type: ignore[method-assign]
 
 
 def run(options: EngineOptions, change: dict[str, Any]) -> tuple[dict[int, list[int]], Any]:

@@ -1,6 +1,5 @@
 """The whole engine on tiny checkpoints: ids and logits of transformers, whatever happens."""
 
-import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
@@ -10,13 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from engine_rows import preempt_often
 from fakes import ListSource, make_prompt
 from logits import watch_logits
 from tiny import CORE, TINY, WITH_LANES, oracle_logits, read_config, write_tiny
 
 from batchmla.core import Completion, EngineOptions, FinishReason, Prompt, SamplingParams
-from batchmla.engine.engine import EngineCore, load_engine
-from batchmla.engine.group import Chunk
+from batchmla.engine.engine import load_engine
 from batchmla.errors import DeviceError
 
 NEW_TOKENS = 16
@@ -75,19 +74,6 @@ def make_case(folder: Path, name: str) -> Case:
         generated.append([token for token in output[0, len(ids) :].tolist() if token != 1])
         logits.append(oracle_logits(oracle, ids + generated[-1]))
     return Case(folder, prompts, generated, logits)
-
-
-def preempt_often(engine: EngineCore) -> None:
-    """Every third step the youngest sequence loses its pages, needed or not."""
-    scheduler, steps = engine._scheduler, itertools.count(1)
-    plain_schedule = scheduler.schedule
-
-    def schedule() -> list[Chunk]:
-        if next(steps) % 3 == 0 and scheduler.num_running > 1:
-            scheduler._preempt(scheduler.groups[0].running[-1])
-        return plain_schedule()
-
-    scheduler.schedule = schedule  # type: ignore[method-assign]
 
 
 def check(case: Case, found: dict[int, Completion], logits: dict[tuple[int, int], Any]) -> None:

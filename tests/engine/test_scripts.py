@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from engine_rows import preempt_often
 from fakes import ListSource, make_prompt
 from quantised import WAYS, write_quantised
 from tiny import write_tiny
@@ -19,7 +20,6 @@ from tiny import write_tiny
 from batchmla import kernels
 from batchmla.core import Completion, EngineOptions, Prompt, SamplingParams
 from batchmla.engine.engine import EngineCore, load_engine
-from batchmla.engine.group import Chunk
 from batchmla.engine.sampler import Draw
 from batchmla.engine.sequence import Sequence
 from batchmla.kernels.cpu.native.script import Script
@@ -71,19 +71,6 @@ def load(folder: Path, **options: Any) -> EngineCore:
 
 def model_of(engine: EngineCore) -> Any:
     return engine._runner._forward._model  # type: ignore[attr-defined]
-
-
-def preempt_often(engine: EngineCore) -> None:
-    """Every third step the youngest sequence loses its pages."""
-    scheduler, steps = engine._scheduler, iter(range(10**6))
-    plain_schedule = scheduler.schedule
-
-    def schedule() -> list[Chunk]:
-        if next(steps) % 3 == 2 and scheduler.num_running > 1:
-            scheduler._preempt(scheduler.groups[0].running[-1])
-        return plain_schedule()
-
-    scheduler.schedule = schedule  # type: ignore[method-assign]
 
 
 class Watched:

@@ -1,9 +1,13 @@
 """Rows of every kind for the fake model, and what became of them."""
 
+import itertools
+
 import numpy as np
 from fakes import make_prompt
 
 from batchmla.core import Completion, FinishReason, Prompt, SamplingParams
+from batchmla.engine.engine import EngineCore
+from batchmla.engine.group import Chunk
 
 
 def mixed_prompts(seed: int, count: int = 14) -> list[Prompt]:
@@ -26,6 +30,19 @@ def mixed_prompts(seed: int, count: int = 14) -> list[Prompt]:
         token_ids = (prefix if index % 2 else []) + own
         prompts.append(make_prompt(index, token_ids, params, expected_tokens=1))
     return prompts
+
+
+def preempt_often(engine: EngineCore) -> None:
+    """Every third step the youngest sequence loses its pages, needed or not."""
+    scheduler, steps = engine._scheduler, itertools.count(1)
+    plain_schedule = scheduler.schedule
+
+    def schedule() -> list[Chunk]:
+        if next(steps) % 3 == 0 and scheduler.num_running > 1:
+            scheduler._preempt(scheduler.groups[0].running[-1])
+        return plain_schedule()
+
+    scheduler.schedule = schedule  # type: ignore[method-assign]
 
 
 def ids(found: dict[int, Completion]) -> list[tuple[list[int], FinishReason]]:
