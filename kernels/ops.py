@@ -7,7 +7,7 @@ features of a linear. Activations have the model's dtype unless said otherwise; 
 new tensors except where it says "in place".
 """
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Protocol
@@ -16,6 +16,7 @@ import torch
 
 from batchmla.kernels.groups import Groups
 from batchmla.kernels.quant import CodePanels, Quantised, Scheme
+from batchmla.kernels.script_ops import WritesScriptOp
 
 if TYPE_CHECKING:
     from batchmla.kernels.block_sparse_ops import BlockSparseOps
@@ -248,44 +249,6 @@ class ActMulOp(Protocol):
 class AddOp(Protocol):
     def __call__(self, x_TM: torch.Tensor, y_TM: torch.Tensor) -> torch.Tensor:
         """x + y → [T, M]."""
-        ...
-
-
-class Unwritable(Exception):
-    """Why a step cannot be written down as a script."""
-
-
-class Script(Protocol):
-    """The calls of a step, noted once: it runs steps of up to `capacity` rows."""
-
-    capacity: int
-
-    @property
-    def most_rows(self) -> int:
-        """The capacity of a script of the same calls that has all memory that one may have."""
-        ...
-
-    def run(
-        self, inputs: Mapping[Hashable, torch.Tensor], groups: Mapping[Hashable, Groups]
-    ) -> torch.Tensor:
-        """The step of these inputs, T rows each → [T, M], valid until the next."""
-        ...
-
-    def result(self, num_rows: int) -> torch.Tensor:
-        """[T, M] of the step that ran last, which had so many rows."""
-        ...
-
-
-class WritesScriptOp(Protocol):
-    def __call__(
-        self,
-        run: Callable[[Mapping[Hashable, torch.Tensor]], torch.Tensor],
-        inputs: Mapping[Hashable, torch.Tensor],
-        groups: Mapping[Hashable, Groups],
-        capacity: int,
-    ) -> Script:
-        """Runs a step on `inputs`, T rows each, and notes what is called meanwhile, for steps of up
-        to `capacity` rows. Raises `Unwritable` where it cannot."""
         ...
 
 

@@ -16,9 +16,7 @@ from batchmla.layers.block import Block
 from batchmla.parallel import Par
 
 FOREIGN = -1  # the id of an expert that another rank holds
-PIECE_CHOICES = (
-    16_384  # that a rank computes at a time: products and not weights take the time then
-)
+PIECE_CHOICES = 16_384  # computed at a time: products and not weights take the time then
 
 
 class ExpertsCall(Protocol):

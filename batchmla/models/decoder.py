@@ -10,7 +10,8 @@ from typing import Any, Protocol, Self
 import torch
 
 from batchmla.attention import gqa, mla
-from batchmla.kernels.ops import Ops, RouterDims, WritesScriptOp
+from batchmla.kernels.ops import Ops, RouterDims
+from batchmla.kernels.script_ops import WritesScriptOp
 from batchmla.kv.cache import LayerCache
 from batchmla.kv.step import Step
 from batchmla.layers.block import Block

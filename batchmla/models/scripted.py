@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from batchmla.kernels.groups import Groups
-from batchmla.kernels.ops import Script, Unwritable, WritesScriptOp
+from batchmla.kernels.script_ops import Script, Unwritable, WritesScriptOp
 from batchmla.kv.cache import LayerCache
 from batchmla.kv.step import Step
 from batchmla.models.base import Plans

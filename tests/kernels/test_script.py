@@ -10,7 +10,8 @@ from compiled import compiled_ops
 
 from batchmla.kernels.cpu.native import library, script
 from batchmla.kernels.groups import Groups
-from batchmla.kernels.ops import Ops, Packed, PackKind, Unwritable
+from batchmla.kernels.ops import Ops, Packed, PackKind
+from batchmla.kernels.script_ops import Unwritable
 
 BF16 = torch.bfloat16
 

@@ -17,7 +17,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from batchmla.kernels.groups import Groups
-from batchmla.kernels.ops import Unwritable
+from batchmla.kernels.script_ops import Unwritable
 
 # functions that can be run again, as replay.c numbers them, and where they are given their rows
 REPLAYED = {
