@@ -1,4 +1,4 @@
-"""Signatures of what notes the calls of a step and runs them again. T rows of a step, M model width."""
+"""Signatures of what notes the calls of a step and runs them again. T rows of a step."""
 
 from collections.abc import Callable, Hashable, Mapping
 from typing import Protocol
@@ -25,11 +25,11 @@ class Script(Protocol):
     def run(
         self, inputs: Mapping[Hashable, torch.Tensor], groups: Mapping[Hashable, Groups]
     ) -> torch.Tensor:
-        """The step of these inputs, T rows each → [T, M], valid until the next."""
+        """The step of these inputs, T rows each; what it gives [T, …] is valid until the next."""
         ...
 
     def result(self, num_rows: int) -> torch.Tensor:
-        """[T, M] of the step that ran last, which had so many rows."""
+        """[T, …] of the step that ran last, which had so many rows."""
         ...
 
 
